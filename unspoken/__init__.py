@@ -1,0 +1,46 @@
+"""Unspoken: language models that think between tokens.
+
+Importing this package is light: names load when they are first used, and the latent models enter transformers'
+Auto classes at the moment those are imported, before or after.
+"""
+
+import importlib
+
+import wrapt
+
+_NAMES = {
+    "LatentConfig": "config",
+    "RecyclerConfig": "config",
+    "VanillaConfig": "config",
+    "scaled_init": "config",
+    "RecyclerModel": "models.recycler",
+    "RecyclerForCausalLM": "models.recycler",
+    "VanillaModel": "models.vanilla",
+    "VanillaForCausalLM": "models.vanilla",
+    "convert": "models.convert",
+    "export_backbone": "models.convert",
+    "UnspokenError": "errors",
+}
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str):
+    if name not in _NAMES:
+        raise AttributeError(f"module 'unspoken' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"unspoken.{_NAMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+@wrapt.when_imported("transformers.models.auto.configuration_auto")
+def _register_configs(configuration_auto) -> None:
+    config = importlib.import_module("unspoken.config")
+    for config_class in (config.RecyclerConfig, config.VanillaConfig):
+        configuration_auto.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+
+
+@wrapt.when_imported("transformers.models.auto.modeling_auto")
+def _register_models(modeling_auto) -> None:
+    importlib.import_module("unspoken.models").register()

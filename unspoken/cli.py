@@ -1,0 +1,215 @@
+"""The `unspoken` command: options here, work in the module each command names.
+
+Parsers are built without importing torch or transformers, so that `--help` answers at once; a command's
+module is imported when it runs. Exit status: 0 success, 1 a failed check or run, 2 wrong usage.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from unspoken.errors import UnspokenError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; never prints a traceback unless `--debug` is given."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and not args.takes_overrides:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.overrides = unknown
+    module, _, function = args.handler.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)(args) or 0
+    except UnspokenError as error:
+        if args.debug:
+            raise
+        print(f"unspoken: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("unspoken: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if args.debug:
+            raise
+        print(f"unspoken: error: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="unspoken", description="Language models that think between tokens.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_convert, _data, _train, _eval, _generate, _chat, _verify):
+        add(commands)
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return f"unspoken {version('unspoken')}"
+
+
+def _command(commands, name: str, handler: str, help: str, takes_overrides: bool = False):
+    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(handler=handler, takes_overrides=takes_overrides)
+    return parser
+
+
+def _model_options(parser) -> None:
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)"
+    )
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+
+
+def _convert(commands) -> None:
+    p = _command(
+        commands,
+        "convert",
+        "unspoken.models.convert:main",
+        "Turn a pretrained model into a latent one, or back.",
+    )
+    p.add_argument(
+        "--model", required=True, help="local folder, .gguf file, hub name, or `smollm2` (embedded)"
+    )
+    p.add_argument("--method", choices=["recycler", "vanilla"], default="recycler")
+    p.add_argument("--out", required=True, help="folder to write (safetensors)")
+    p.add_argument(
+        "--export-backbone", action="store_true", help="write the plain transformers model inside --model"
+    )
+    p.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    p.add_argument("--num-train-passes", type=int, help="passes over the sequence in training (default 2)")
+    p.add_argument("--num-prefill-passes", type=int, choices=[1, 2], help="passes over a prompt (default 2)")
+    p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
+
+
+def _data(commands) -> None:
+    group = commands.add_parser("data", help="Prepare and check training text.")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+    p = _command(
+        actions, "prepare", "unspoken.data.prepare:main", "Clean, split and tokenise text into shards."
+    )
+    p.add_argument(
+        "--corpus",
+        action="append",
+        required=True,
+        help="`core` (pip only), `full` (pip, npm, Debian packages), files or folders of text/JSONL/parquet, "
+        "or the name of a `datasets` data set; may be repeated",
+    )
+    p.add_argument("--out", required=True, help="folder to write")
+    p.add_argument(
+        "--tokenizer", default="bpe:4096", help="`bpe:SIZE` (trained on the train split), folder or name"
+    )
+    p.add_argument("--text-field", default="text", help="field that holds the text in JSONL and parquet rows")
+    p.add_argument("--on-bad-line", choices=["error", "skip"], default="error")
+    p.add_argument(
+        "--max-document-chars", type=int, default=1_000_000, help="longer documents are cut into pieces"
+    )
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
+    p = _command(
+        actions, "validate", "unspoken.data.validate:main", "Name file, line and reason of every bad row."
+    )
+    p.add_argument("files", nargs="+", help="text, JSONL or parquet files or folders")
+    p.add_argument("--text-field", default="text")
+    p.add_argument("--on-bad-line", choices=["error", "skip"], default="error")
+
+
+def _train(commands) -> None:
+    p = _command(
+        commands,
+        "train",
+        "unspoken.train.run:main",
+        "Pretrain or continue pretraining from a recipe; `--a.b value` overrides its keys.",
+        takes_overrides=True,
+    )
+    p.add_argument("recipe", help="YAML file; see recipes/")
+    p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
+
+
+def _eval(commands) -> None:
+    p = _command(
+        commands, "eval", "unspoken.eval.run:main", "Loss, perplexity and bits per byte by pass and exactly."
+    )
+    p.add_argument("model", help="model folder")
+    p.add_argument("--data", required=True, help="folder written by `data prepare`")
+    p.add_argument("--split", choices=["val", "test", "train"], default="val")
+    p.add_argument("--num-passes", type=int, default=4, help="parallel passes 1..N to evaluate")
+    p.add_argument("--depth", type=int, default=0, help="depth curve up to this recycle depth (0: none)")
+    p.add_argument("--no-exact", action="store_true", help="skip the exact recurrence (sequential)")
+    p.add_argument("--sequence-length", type=int, default=256)
+    p.add_argument("--max-sequences", type=int, default=64)
+    p.add_argument("--batch-size", type=int, default=8)
+    p.add_argument("--out", help="folder for eval.json and the plots (default: the model folder)")
+    _model_options(p)
+
+
+def _sampling_options(parser) -> None:
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--num-prefill-passes", type=int, choices=[1, 2], help="default: as the model's config says"
+    )
+
+
+def _generate(commands) -> None:
+    p = _command(commands, "generate", "unspoken.decode.generate:main", "Continue prompts.")
+    p.add_argument("model", help="model folder")
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", help="may be repeated; the prompts form one batch")
+    source.add_argument(
+        "--input", help="JSONL file, one object with `prompt` (or `messages`) a line; - is stdin"
+    )
+    p.add_argument("--output", help="JSONL file to write (default: stdout)")
+    p.add_argument("--num-beams", type=int, default=1)
+    p.add_argument("--num-return-sequences", type=int, default=1)
+    p.add_argument("--batch-size", type=int, default=8)
+    p.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    p.add_argument("--stream", action="store_true", help="print tokens as they come (one prompt)")
+    _sampling_options(p)
+    _model_options(p)
+
+
+def _chat(commands) -> None:
+    p = _command(
+        commands, "chat", "unspoken.decode.chat:main", "Talk to a model; the cache is kept across turns."
+    )
+    p.add_argument("model", help="model folder")
+    p.add_argument("--system", help="system message")
+    _sampling_options(p)
+    _model_options(p)
+
+
+def _verify(commands) -> None:
+    p = _command(
+        commands,
+        "verify",
+        "unspoken.eval.verify:main",
+        "Check a model against its reference; a pass/fail table.",
+    )
+    p.add_argument("model", help="model folder")
+    p.add_argument(
+        "--base", help="source checkpoint: also check that logits equal it (freshly converted models)"
+    )
+    p.add_argument("--json", help="also write the table to this file")
+    p.add_argument("--seed", type=int, default=0)
+    _model_options(p)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

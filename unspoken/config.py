@@ -1,0 +1,105 @@
+"""Configurations of the latent models. Imports nothing but transformers' configuration base."""
+
+import difflib
+from typing import ClassVar, Literal
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
+
+
+class LatentConfig(PreTrainedConfig):
+    """What every latent model holds: the backbone's configuration, whole, and how inputs are scaled.
+
+    `text_config` is the backbone's own configuration (Llama, Qwen3, ...); generate, TRL and the caches find it
+    through `get_text_config()`. `embedding_scale` multiplies token embeddings before they enter the backbone;
+    1 for a converted model, sqrt(2.5 d) with `initializer_range` sqrt(2 / (5 d)) for one trained from scratch,
+    so that an embedding's RMS is 1, like a normed hidden state's (see `scaled_init`).
+
+    `tie_word_embeddings` and the special token ids default to the backbone's.
+    """
+
+    sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(AutoConfig, model_type="llama")}
+
+    text_config: dict | PreTrainedConfig | None = None
+    embedding_scale: float = 1.0
+    tie_word_embeddings: bool | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        _refuse_misspelled(
+            kwargs, sorted(set(type(self).__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__))
+        )
+        super().__post_init__(**kwargs)
+        for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(self.text_config, name, None))
+        self.tie_word_embeddings = bool(self.tie_word_embeddings)
+        # One truth: a body with its own idea of tying would tie, or not, behind the head model's back.
+        self.text_config.tie_word_embeddings = self.tie_word_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text_config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.text_config.hidden_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.text_config.num_hidden_layers
+
+
+class VanillaConfig(LatentConfig):
+    """The plain model: one pass, no adapter. The baseline of every comparison, on equal footing."""
+
+    model_type = "unspoken_vanilla"
+
+
+class RecyclerConfig(LatentConfig):
+    """Recycler: the previous token's top hidden state enters the next token's input through an adapter.
+
+    - `num_train_passes`: parallel passes in training and in a forward without a cache (the paper's k_train).
+    - `num_prefill_passes`: parallel passes over a prompt before decoding (k_prefill, 1 or 2 in the paper).
+    - `detach_between_passes`: cut the gradient between passes; the paper lets it flow.
+    - `pass_loss_reduction`: `sum` over passes as in Eq. 4, or `mean`, which keeps the gradient's scale (and so the
+      effect of clipping) that of a plain model.
+
+    Source: Recycler section 2, Eq. 2-4.
+    """
+
+    model_type = "unspoken_recycler"
+
+    num_train_passes: int = 2
+    num_prefill_passes: int = 2
+    detach_between_passes: bool = False
+    pass_loss_reduction: Literal["sum", "mean"] = "sum"
+
+    def __post_init__(self, **kwargs):
+        for name in ("num_train_passes", "num_prefill_passes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.pass_loss_reduction not in ("sum", "mean"):
+            raise ValueError(f"pass_loss_reduction must be 'sum' or 'mean', got {self.pass_loss_reduction!r}")
+        super().__post_init__(**kwargs)
+
+
+def scaled_init(hidden_size: int) -> dict[str, float]:
+    """Return the from-scratch init of this library: std of the weights, and the scale of token embeddings.
+
+    Their product is 1: an embedding enters the backbone at RMS 1, the scale of the normed state that is added to it.
+    `initializer_range` belongs in the backbone's configuration, `embedding_scale` in the latent one.
+    """
+    return {
+        "initializer_range": (2 / (5 * hidden_size)) ** 0.5,
+        "embedding_scale": (2.5 * hidden_size) ** 0.5,
+    }
+
+
+def _refuse_misspelled(kwargs: dict, fields: list[str]) -> None:
+    """transformers stores unknown arguments as attributes; a near miss of a real one is a mistake, not an extra."""
+    for key in kwargs:
+        if match := difflib.get_close_matches(key, fields, n=1, cutoff=0.85):
+            raise TypeError(f"unknown configuration argument {key!r} (did you mean {match[0]!r}?)")

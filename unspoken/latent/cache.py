@@ -1,0 +1,132 @@
+"""The recycled state inside a transformers cache: one more layer at the end of `cache.layers`.
+
+A `Cache` does everything by looping over its layers, so beams reorder the state, `crop` rolls it back, `reset`
+forgets it and a returned cache carries it to the next turn, with no code of ours in `generate`.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, StaticCache
+
+from unspoken.errors import CacheError
+
+
+class RecycledStateLayer(DummyLayer):
+    """Holds the hidden states that may be recycled next; keeps no keys or values.
+
+    `states` [B, W, d]: the state before the latest forward, then one for each of its tokens, zero at pads; the last
+    one is recycled into the next token. W states are kept so that `crop` can undo up to the latest forward; a static
+    cache keeps the last one alone, at a fixed address.
+
+    While a prompt is prefilled in chunks, `chunk_caches[i]` and `chunk_states[i]` hold pass i+1's keys and values,
+    and its last state, of the chunks so far.
+
+    A `DummyLayer` for transformers: mask sizes, offloading and early initialisation pass it by.
+    """
+
+    def __init__(self, static: bool = False):
+        super().__init__()
+        self.static = static
+        self.states: Tensor | None = None
+        self.is_empty = True
+        self.chunk_caches: list[Cache] = []
+        self.chunk_states: list[Tensor | None] = []
+
+    def read(self) -> Tensor | None:
+        """The state to recycle into the next position, [B, 1, d]; None before anything was written."""
+        return None if self.is_empty else self.states[:, -1:]
+
+    def write(self, hidden_states: Tensor) -> None:
+        """Append the states [B, T, d] of one forward, already zero at pads."""
+        if self.static:
+            if self.states is None:
+                self.states = hidden_states[:, -1:].clone()
+                if not torch.compiler.is_compiling():
+                    torch._dynamo.mark_static_address(self.states)
+            else:
+                self.states.copy_(hidden_states[:, -1:])
+        elif self.is_empty:
+            self.states = hidden_states
+        else:
+            self.states = torch.cat([self.states[:, -1:], hidden_states], dim=1)
+        self.is_empty = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        tokens_to_remove = abs(tokens_to_remove)
+        if tokens_to_remove == 0 or self.is_empty:
+            return
+        if self.states.shape[1] <= tokens_to_remove:
+            raise CacheError(
+                f"cannot remove {tokens_to_remove} tokens from a recycling cache: the states of the latest forward "
+                f"({self.states.shape[1]}) are kept, no more. Keep a copy of the cache from before instead "
+                "(copy.deepcopy(cache)), or start again from the tokens."
+            )
+        self.states = self.states[:, :-tokens_to_remove]
+
+    def reset(self) -> None:
+        self.is_empty = True
+        self.end_chunks()
+        if self.static and self.states is not None:
+            self.states.zero_()
+        else:
+            self.states = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._replace(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._replace(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._replace(lambda states: states[indices])
+
+    def _replace(self, select) -> None:
+        if self.is_empty:
+            return
+        states = select(self.states)
+        if self.static and states.shape == self.states.shape:
+            self.states.copy_(states)
+        else:
+            self.states = states
+
+    def end_chunks(self) -> None:
+        """Forget what chunked prefill kept of the earlier passes."""
+        self.chunk_caches, self.chunk_states = [], []
+
+
+def recycled_state(cache: Cache) -> RecycledStateLayer | None:
+    """The state layer of a cache, or None if it has none yet.
+
+    Raises:
+        CacheError: the cache holds tokens but no state, so it comes from another model.
+    """
+    if cache.layers and isinstance(cache.layers[-1], RecycledStateLayer):
+        return cache.layers[-1]
+    if len(cache.layers) > 0 and (length := int(cache.get_seq_length())) > 0:
+        raise CacheError(
+            f"the cache holds {length} tokens but no recycled state: it was filled by a model that does not recycle. "
+            "Pass a cache that this model returned, or an empty one."
+        )
+    return None
+
+
+def attach_state(cache: Cache) -> RecycledStateLayer:
+    """Append the state layer. Only after the backbone ran: an empty DynamicCache makes its layers by index."""
+    layer = RecycledStateLayer(static=isinstance(cache, StaticCache))
+    cache.layers.append(layer)
+    return layer
+
+
+def fork(cache: Cache) -> Cache:
+    """A copy whose keys and values may be extended without touching the original's.
+
+    Dynamic layers make new tensors when they grow, so theirs are shared; others are cloned.
+    """
+    twin = copy.copy(cache)
+    twin.layers = [
+        copy.copy(layer) if isinstance(layer, DynamicLayer | RecycledStateLayer) else copy.deepcopy(layer)
+        for layer in cache.layers
+    ]
+    return twin

@@ -1,0 +1,59 @@
+"""What the inputs of a forward say: which tokens are real, which rows hold several documents, what is misspelled."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils.generic import TransformersKwargs
+
+from unspoken.errors import nearest
+
+_PASSED_ON = set(TransformersKwargs.__annotations__)
+
+
+def refuse_unknown(kwargs: dict, known: list[str]) -> None:
+    """transformers' bodies swallow what they do not know; a misspelled argument of ours must not vanish in there."""
+    for key in kwargs:
+        if key not in _PASSED_ON:
+            raise TypeError(
+                f"forward() got an unexpected argument {key!r}{nearest(key, known + sorted(_PASSED_ON))}"
+            )
+
+
+def real_positions(attention_mask: Tensor | dict | None, num_tokens: int) -> Tensor | None:
+    """bool [B, T] of the forward's own tokens, False at pads; None when nothing tells (no mask, or a 4D one)."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return None
+    return attention_mask[:, -num_tokens:].bool()
+
+
+def is_packed(position_ids: Tensor | None, real: Tensor | None) -> bool:
+    """Whether a row holds several documents: positions that do not count up between two real tokens."""
+    if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
+        return False
+    jumps = position_ids[:, 1:] - position_ids[:, :-1] != 1
+    if real is not None:
+        jumps = jumps & real[:, 1:] & real[:, :-1]
+    return bool(jumps.any())
+
+
+def document_mask(
+    config: PreTrainedConfig, embeds: Tensor, attention_mask: Tensor | dict, position_ids: Tensor
+) -> Tensor | dict:
+    """Isolate packed documents under a 2D attention mask, where transformers would let them see each other.
+
+    Without a mask transformers isolates documents by their position ids; with one, of ones even, it does not.
+    Returns the 4D mask of the backbone's family (one for each layer type where it has several).
+    """
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return attention_mask  # a caller's own 4D mask says who sees whom
+    position_ids = position_ids.expand(embeds.shape[0], -1)
+    starts = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
+    document = starts.cumsum(-1)
+
+    def same_document(batch, head, query, key):
+        return document[batch, query] == document[batch, key]
+
+    return create_masks_for_generate(
+        config, embeds, attention_mask, cache=None, position_ids=position_ids, and_mask_function=same_document
+    )

@@ -1,0 +1,258 @@
+"""From tokens to loss: what every latent language model shares, read top to bottom.
+
+A latent model is a backbone (any supported body) and a rule for what the backbone's next input is. The rule lives in
+the base model (`RecyclerModel.forward` runs the passes); here are the embedding in front of it, the head and the
+losses behind it, and what `generate` needs. TRL and sharding engines call the base model alone, so nothing that the
+recurrence needs may live in the head model.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.utils import GenerateOutput
+from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from unspoken.config import LatentConfig
+from unspoken.latent.recycle import ZeroLinear
+from unspoken.models.backbone import build_backbone, embedding_name, family_of, logit_transform
+from unspoken.models.loss import chunked_cross_entropy, shift_labels
+
+
+@dataclass
+class LatentModelOutput(ModelOutput):
+    """`last_hidden_state` [B, T, d] is the last pass's; `pass_hidden_states` holds all k passes' when they ran in
+    parallel (None in decoding); `router_logits` concatenates the passes'."""
+
+    last_hidden_state: Tensor | None = None
+    cache: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    pass_hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class LatentCausalLMOutput(ModelOutput):
+    """`loss` is over all passes (sum or mean, as configured) and not a perplexity's logarithm; `pass_losses` [k] are
+    each pass's own next-token losses, detached, with `loss`'s normalisation. `logits` are the last pass's."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    aux_loss: Tensor | None = None
+    pass_losses: Tensor | None = None
+    pass_hidden_states: tuple[Tensor, ...] | None = None
+
+
+class LatentPreTrainedModel(PreTrainedModel):
+    """Flags and initialisation shared by base and head models. The backbone initialises itself."""
+
+    config_class = LatentConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ZeroLinear):
+            nn.init.zeros_(module.weight)
+        else:
+            super()._init_weights(module)
+
+
+class LatentModel(LatentPreTrainedModel):
+    """A backbone and its embedding; a subclass's `forward` says what goes through it."""
+
+    def __init__(self, config: LatentConfig):
+        super().__init__(config)
+        family_of(config.text_config)
+        self.backbone = build_backbone(config.text_config)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.backbone.set_input_embeddings(value)
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Backbone inputs [B, T, d]. `inputs_embeds` are rows of the embedding, so they are scaled like tokens."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        scale = self.config.embedding_scale
+        return inputs_embeds if scale == 1.0 else inputs_embeds * scale
+
+    def resolve_cache(
+        self, cache: Cache | None, kwargs: dict, use_cache: bool | None, is_packed: bool
+    ) -> tuple[Cache | None, bool]:
+        """The cache to fill, or None, and whether the caller asked for one by name.
+
+        Accepts the older name `past_key_values`. Without a word from the caller a cache is made in evaluation as the
+        backbone's config says, never in training and never for packed documents, which a cache would mix.
+        """
+        if (older := kwargs.pop("past_key_values", None)) is not None:
+            if cache is not None:
+                raise ValueError("give `cache` or its older name `past_key_values`, not both")
+            cache = older
+        asked = use_cache is True or cache is not None
+        if asked and is_packed:
+            raise ValueError(
+                "position_ids restart within a row (packed documents) and a cache was asked for: a cache cannot keep "
+                "documents apart. Pass use_cache=False, or one document a row."
+            )
+        if cache is not None and not isinstance(cache, Cache):
+            raise TypeError(f"cache must be a transformers Cache, got {type(cache).__name__}")
+        if use_cache is None:
+            use_cache = asked or (self._config_wants_cache() and not self.training and not is_packed)
+        if not use_cache:
+            return None, False
+        return cache if cache is not None else DynamicCache(config=self.config), asked
+
+    def _config_wants_cache(self) -> bool:
+        return bool(getattr(self.config.text_config, "use_cache", True))
+
+
+class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
+    """Head, loss and generation over a `LatentModel`. A subclass names its base model's class."""
+
+    base_model_class: type[LatentModel]
+    accepts_loss_kwargs = True  # Trainer: our loss is normalised by num_items_in_batch
+
+    def __init__(self, config: LatentConfig):
+        super().__init__(config)
+        self.model = self.base_model_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.transform = logit_transform(config.text_config)
+        embedding = f"model.backbone.{embedding_name(self.model.backbone)}.weight"
+        self._tied_weights_keys = {"lm_head.weight": embedding}
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        num_passes: int | str | None = None,
+        prompt_mask: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_router_logits: bool | None = None,
+        **kwargs,
+    ) -> LatentCausalLMOutput:
+        """Run the base model and, given `labels` [B, T] (-100: no target; not shifted), the loss of every pass.
+
+        num_passes: parallel passes k, or "exact" for the sequential recurrence; see the base model.
+        num_items_in_batch: target tokens of the whole batch, over accumulation steps and processes, that the loss is
+            divided by; the targets seen here by default.
+        logits_to_keep: logits of the last n positions alone (0: all), or of the given positions.
+        skip_logits: return none; the default in training with labels, where the chunked loss needs none.
+        """
+        if labels is not None and use_cache is None:
+            use_cache = False
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config.text_config, "output_router_logits", False)
+        if output_router_logits:
+            kwargs["output_router_logits"] = True
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            num_passes=num_passes,
+            prompt_mask=prompt_mask,
+            **self._decoding_options(logits_to_keep),
+            **kwargs,
+        )
+        loss = pass_losses = aux_loss = logits = None
+        if labels is not None:
+            loss, pass_losses = self.pass_loss(outputs, labels, num_items_in_batch)
+        if outputs.router_logits is not None:
+            aux_loss = self.router_loss(outputs.router_logits, attention_mask)
+            loss = (
+                loss + self.config.text_config.router_aux_loss_coef * aux_loss if loss is not None else None
+            )
+        if skip_logits is None:
+            skip_logits = labels is not None and self.training
+        if not skip_logits:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            hidden = outputs.last_hidden_state
+            logits = self.transform(self.lm_head(hidden if keep == slice(0, None) else hidden[:, keep]))
+        return LatentCausalLMOutput(
+            loss=loss, logits=logits, aux_loss=aux_loss, pass_losses=pass_losses, **_carried(outputs)
+        )
+
+    def pass_loss(
+        self, outputs: LatentModelOutput, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Loss over all passes and each pass's own [k], each divided by the number of target tokens."""
+        passes = list(outputs.pass_hidden_states or [outputs.last_hidden_state])
+        targets = shift_labels(labels)
+        total, losses = chunked_cross_entropy(passes, self.lm_head.weight, targets, self.transform)
+        if num_items_in_batch is None:
+            num_items_in_batch = (targets != -100).sum()
+        if getattr(self.config, "pass_loss_reduction", "sum") == "mean":
+            total = total / len(passes)
+        return total / num_items_in_batch, losses / num_items_in_batch
+
+    def router_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
+        """The family's load-balancing loss, over the layers of all passes."""
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        text_config = self.config.text_config
+        num_experts = getattr(text_config, family_of(text_config).experts)
+        mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+        return load_balancing_loss_func(router_logits, num_experts, text_config.num_experts_per_tok, mask)
+
+    def _decoding_options(self, logits_to_keep: int | Tensor) -> dict:
+        """What a subclass's base model needs to know of the step that `generate` is in."""
+        return {}
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, **kwargs):
+        """Called by `generate` for static caches. A prefill keeps its 2D mask: passes without a cache need another
+        4D mask than the one that fills it. A decoding step gets the 4D mask that compiled graphs want."""
+        if inputs_embeds.shape[1] > 1:
+            return attention_mask
+        return create_masks_for_generate(config, inputs_embeds, attention_mask, cache, **kwargs)
+
+    def generate_batch(self, *args, **kwargs) -> GenerateOutput:
+        raise NotImplementedError(
+            "continuous batching (generate_batch) keeps a paged cache without layers, where the recycled state has no "
+            "place; use generate() with a left-padded batch"
+        )
+
+
+def _carried(outputs: LatentModelOutput) -> dict:
+    return {
+        name: outputs.get(name)
+        for name in LatentModelOutput.__dataclass_fields__
+        if name != "last_hidden_state"
+    }

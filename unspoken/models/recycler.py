@@ -1,0 +1,304 @@
+"""Recycler: h_t = T(Emb(x_t) + A(h_{t-1})), trained with k parallel passes, decoded with one run per token.
+
+How the passes over a forward's tokens go (`seam` is the state before its first token, kept by the cache):
+
+    no cache            k passes over all tokens: pass i adds A of pass i-1's state, one position earlier
+    empty cache         a prefill: the same, and the last pass alone writes keys and values
+    one token           the recurrence itself: one run, the seam recycled
+    more tokens         a prefill that goes on: the seam is known and enters every pass
+    "exact"             the recurrence token by token, whatever the number of tokens
+
+Source: Recycler sections 2.1 and 2.2; oracle: `latent/reference.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from unspoken.config import RecyclerConfig
+from unspoken.latent.cache import RecycledStateLayer, attach_state, fork, recycled_state
+from unspoken.latent.recycle import RecycleAdapter, receiving_positions, shift
+from unspoken.models.backbone import input_multiplier
+from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown
+from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
+
+_ARGUMENTS = [
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "inputs_embeds",
+    "num_passes",
+    "prompt_mask",
+]
+
+
+@dataclass
+class _Tokens:
+    """The tokens of one forward: what the backbone sees of them, and which of them receive a state."""
+
+    embeds: Tensor
+    attention_mask: Tensor | dict | None
+    position_ids: Tensor | None
+    real: Tensor | None
+    receives: Tensor | None
+    options: dict
+
+    def __len__(self) -> int:
+        return self.embeds.shape[1]
+
+    def part(self, start: int, stop: int) -> "_Tokens":
+        """Tokens start..stop, with the attention mask of all tokens up to stop."""
+        if (start, stop) == (0, len(self)):
+            return self
+        mask = self.attention_mask
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.ndim != 2:
+                raise ValueError(
+                    "running part of a sequence at a time needs a 2D attention_mask [batch, tokens]"
+                )
+            mask = mask[:, : mask.shape[1] - len(self) + stop]
+        columns = slice(start, stop)
+        return _Tokens(
+            self.embeds[:, columns],
+            mask,
+            None if self.position_ids is None else self.position_ids[..., columns],
+            None if self.real is None else self.real[:, columns],
+            None if self.receives is None else self.receives[:, columns],
+            self.options,
+        )
+
+
+class RecyclerModel(LatentModel):
+    """The backbone, the adapter and the passes. Returns the last pass's states; the head comes later."""
+
+    config_class = RecyclerConfig
+
+    def __init__(self, config: RecyclerConfig):
+        super().__init__(config)
+        self.adapter = RecycleAdapter(config.hidden_size)
+        # A body that multiplies its inputs would multiply A(h) too, which belongs beside the multiplied embedding.
+        self.adapter_scale = 1.0 / input_multiplier(config.text_config)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        num_passes: int | str | None = None,
+        prompt_mask: Tensor | None = None,
+        num_candidates: int = 0,
+        in_chunks: bool = False,
+        **kwargs,
+    ) -> LatentModelOutput:
+        """Run the passes.
+
+        num_passes: k, or "exact" for the sequential recurrence. Default: `num_prefill_passes` if a cache was asked
+            for, else `num_train_passes`.
+        prompt_mask: bool or int [B, T]; no state is recycled into these positions (a model trained for one-pass
+            prefill).
+        num_candidates: so many tokens at the end are guesses to be verified: they go through the recurrence one by
+            one, as decoding would.
+        in_chunks: these tokens are a chunk of a prompt; together the chunks equal one prefill of the whole prompt, at
+            the price of a second cache until decoding starts.
+        """
+        embeds = self.embed(input_ids, inputs_embeds)
+        real = real_positions(attention_mask, embeds.shape[1])
+        packed = is_packed(position_ids, real)
+        cache, asked = self.resolve_cache(cache, kwargs, use_cache, packed)
+        refuse_unknown(kwargs, _ARGUMENTS)
+        if prompt_mask is not None and prompt_mask.shape != embeds.shape[:2]:
+            raise ValueError(
+                f"prompt_mask must be [batch, tokens] = {tuple(embeds.shape[:2])}, got {tuple(prompt_mask.shape)}"
+            )
+        receives = receiving_positions(real, position_ids, prompt_mask)
+        if packed and attention_mask is not None:
+            attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
+        tokens = _Tokens(embeds, attention_mask, position_ids, real, receives, kwargs)
+        if num_passes is None:
+            num_passes = self.config.num_prefill_passes if asked else self.config.num_train_passes
+        if num_passes != "exact" and (not isinstance(num_passes, int) or num_passes < 1):
+            raise ValueError(
+                f"num_passes must be a whole number of at least 1, or 'exact'; got {num_passes!r}"
+            )
+        if num_passes == "exact":
+            if packed:
+                raise ValueError(
+                    "the exact recurrence needs one document a row; position_ids restart within a row"
+                )
+            return self._recurrence(
+                tokens, cache or DynamicCache(config=self.config), keep_cache=cache is not None
+            )
+        if cache is None:
+            return self._parallel(tokens, num_passes)
+        state = recycled_state(cache)
+        if in_chunks:
+            return self._chunk(tokens, cache, state, num_passes)
+        if state is not None:
+            state.end_chunks()
+        num_prefilled = len(tokens) - num_candidates
+        outputs = self._prefill(tokens.part(0, num_prefilled), cache, state, num_passes)
+        if num_candidates:
+            outputs = _joined(outputs, self._recurrence(tokens.part(num_prefilled, len(tokens)), cache))
+        return outputs
+
+    def _parallel(self, tokens: _Tokens, num_passes: int) -> LatentModelOutput:
+        """k passes without a cache: training, evaluation, scoring."""
+        outputs, recycled = [], None
+        if num_passes == 1 and torch.is_grad_enabled():
+            recycled = torch.zeros_like(
+                tokens.embeds[:1, :1]
+            )  # A(0) = 0 keeps the adapter in every step's graph
+        for i in range(num_passes):
+            outputs.append(self._run(tokens, recycled))
+            if i + 1 < num_passes:
+                hidden = outputs[-1].last_hidden_state
+                recycled = shift(
+                    hidden.detach() if self.config.detach_between_passes else hidden, tokens.receives
+                )
+        return _collected(outputs)
+
+    def _prefill(
+        self, tokens: _Tokens, cache: Cache, state: RecycledStateLayer | None, num_passes: int
+    ) -> LatentModelOutput:
+        """k passes over tokens that follow the cache's; only the last pass writes keys and values."""
+        seam = state.read() if state is not None else None
+        if len(tokens) == 1:
+            num_passes = 1  # the seam is exact, and so is the first pass
+        outputs, recycled = [], None if seam is None else _seam_only(seam, tokens)
+        for i in range(num_passes):
+            if i > 0:
+                recycled = shift(outputs[-1].last_hidden_state, tokens.receives, seam)
+            is_last = i + 1 == num_passes
+            pass_cache = cache if is_last else None if seam is None else fork(cache)
+            outputs.append(self._run(tokens, recycled, pass_cache))
+        self._remember(outputs[-1], tokens, cache, state)
+        return _collected(outputs, cache)
+
+    def _chunk(
+        self, tokens: _Tokens, cache: Cache, state: RecycledStateLayer | None, num_passes: int
+    ) -> LatentModelOutput:
+        """One chunk of a prompt, all passes of it, each over its own keys and values of the chunks before."""
+        if state is None or not state.chunk_states:
+            seam = state.read() if state is not None else None
+            caches = [
+                DynamicCache(config=self.config) if seam is None else fork(cache)
+                for _ in range(num_passes - 1)
+            ]
+            states = [seam] * num_passes
+        else:
+            caches, states = state.chunk_caches, state.chunk_states
+        if len(states) != num_passes:
+            raise ValueError(f"chunked prefill began with {len(states)} passes and goes on with {num_passes}")
+        outputs, recycled = [], None if states[0] is None else _seam_only(states[0], tokens)
+        for i, pass_cache in enumerate([*caches, cache]):
+            if i > 0:
+                recycled = shift(outputs[-1].last_hidden_state, tokens.receives, states[i])
+            outputs.append(self._run(tokens, recycled, pass_cache))
+        state = self._remember(outputs[-1], tokens, cache, state)
+        # The plain pass recycles nothing, across chunks neither; pass i reads pass i-1's last state of this chunk.
+        state.chunk_states = [None] + [
+            _masked(o.last_hidden_state, tokens.real)[:, -1:] for o in outputs[:-1]
+        ]
+        state.chunk_caches = caches
+        return _collected(outputs, cache)
+
+    def _recurrence(self, tokens: _Tokens, cache: Cache, keep_cache: bool = True) -> LatentModelOutput:
+        """Eq. 3, token by token over the cache: what decoding computes, differentiable."""
+        outputs = []
+        for t in range(len(tokens)):
+            outputs.append(self._prefill(tokens.part(t, t + 1), cache, recycled_state(cache), num_passes=1))
+        joined = outputs[0]
+        for output in outputs[1:]:
+            joined = _joined(joined, output)
+        joined.cache = cache if keep_cache else None
+        return joined
+
+    def _run(self, tokens: _Tokens, recycled: Tensor | None, cache: Cache | None = None):
+        """One run of the backbone, with A(recycled) added to its input."""
+        inputs = tokens.embeds
+        if recycled is not None:
+            added = self.adapter(recycled)
+            inputs = inputs + (added if self.adapter_scale == 1.0 else added * self.adapter_scale)
+        return self.backbone(
+            inputs_embeds=inputs,
+            attention_mask=tokens.attention_mask,
+            position_ids=tokens.position_ids,
+            cache=cache,
+            use_cache=cache is not None,
+            **tokens.options,
+        )
+
+    def _remember(
+        self, output, tokens: _Tokens, cache: Cache, state: RecycledStateLayer | None
+    ) -> RecycledStateLayer:
+        state = attach_state(cache) if state is None else state
+        state.write(_masked(output.last_hidden_state, tokens.real))
+        return state
+
+
+class RecyclerForCausalLM(LatentForCausalLM):
+    """Recycler with its head. See `LatentForCausalLM.forward` for the losses, `RecyclerModel` for the passes."""
+
+    config_class = RecyclerConfig
+    base_model_class = RecyclerModel
+
+    _is_verifying = False
+
+    def _decoding_options(self, logits_to_keep: int | Tensor) -> dict:
+        if self._is_verifying and isinstance(logits_to_keep, int) and logits_to_keep > 1:
+            return {"num_candidates": logits_to_keep - 1}
+        return {}
+
+    def _assisted_decoding(self, *args, **kwargs):
+        """Candidates must be scored by the recurrence that decoding would run, not by a prefill's passes."""
+        self._is_verifying = True
+        try:
+            return super()._assisted_decoding(*args, **kwargs)
+        finally:
+            self._is_verifying = False
+
+
+def _seam_only(seam: Tensor, tokens: _Tokens) -> Tensor:
+    """The carried state at the first of the tokens, nothing at the others: [B, T, d]."""
+    zeros = seam.new_zeros(seam.shape[0], len(tokens) - 1, seam.shape[2])
+    recycled = torch.cat([seam, zeros], dim=1)
+    return recycled if tokens.receives is None else recycled.masked_fill(~tokens.receives.unsqueeze(-1), 0)
+
+
+def _masked(hidden_states: Tensor, real: Tensor | None) -> Tensor:
+    return hidden_states if real is None else hidden_states.masked_fill(~real.unsqueeze(-1), 0)
+
+
+def _collected(outputs: list, cache: Cache | None = None) -> LatentModelOutput:
+    """The last of several passes, with every pass's states and router logits."""
+    last = outputs[-1]
+    router_logits = [logits for output in outputs for logits in output.get("router_logits") or ()]
+    return LatentModelOutput(
+        last_hidden_state=last.last_hidden_state,
+        cache=cache,
+        hidden_states=last.get("hidden_states"),
+        attentions=last.get("attentions"),
+        router_logits=tuple(router_logits) or None,
+        pass_hidden_states=tuple(output.last_hidden_state for output in outputs),
+    )
+
+
+def _joined(first: LatentModelOutput, second: LatentModelOutput) -> LatentModelOutput:
+    """Two outputs one after the other. Attention maps have different widths and are left out."""
+
+    def both(name: str):
+        pair = first.get(name), second.get(name)
+        return None if None in pair else tuple(torch.cat(states, dim=1) for states in zip(*pair, strict=True))
+
+    return LatentModelOutput(
+        last_hidden_state=torch.cat([first.last_hidden_state, second.last_hidden_state], dim=1),
+        cache=second.cache,
+        hidden_states=both("hidden_states"),
+    )

@@ -1,0 +1,63 @@
+"""The plain language model in the latent models' clothes: the baseline, with the same loop, loss and init."""
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from unspoken.config import VanillaConfig
+from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown
+from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
+
+
+class VanillaModel(LatentModel):
+    """One run of the backbone over scaled embeddings."""
+
+    config_class = VanillaConfig
+
+    def __init__(self, config: VanillaConfig):
+        super().__init__(config)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        num_passes: int | str | None = None,
+        **kwargs,
+    ) -> LatentModelOutput:
+        """One pass; `num_passes` is accepted for symmetry and must be 1, or "exact", which is the same here."""
+        embeds = self.embed(input_ids, inputs_embeds)
+        if num_passes not in (None, 1, "exact"):
+            raise ValueError(f"a plain model has one pass; got num_passes={num_passes!r}")
+        real = real_positions(attention_mask, embeds.shape[1])
+        packed = is_packed(position_ids, real)
+        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
+        refuse_unknown(
+            kwargs, ["input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "num_passes"]
+        )
+        if packed and attention_mask is not None:
+            attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
+        outputs = self.backbone(
+            inputs_embeds=embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            use_cache=cache is not None,
+            **kwargs,
+        )
+        return LatentModelOutput(
+            last_hidden_state=outputs.last_hidden_state,
+            cache=cache,
+            hidden_states=outputs.get("hidden_states"),
+            attentions=outputs.get("attentions"),
+            router_logits=outputs.get("router_logits"),
+            pass_hidden_states=(outputs.last_hidden_state,),
+        )
+
+
+class VanillaForCausalLM(LatentForCausalLM):
+    config_class = VanillaConfig
+    base_model_class = VanillaModel
