@@ -21,7 +21,7 @@ _NAMES = {
     "export_backbone": "models.convert",
     "UnspokenError": "errors",
 }
-__all__ = sorted(_NAMES)
+__all__ = sorted(_NAMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str):

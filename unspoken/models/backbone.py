@@ -21,9 +21,7 @@ class Family:
     multiplies_logits_by: str | None = None
     divides_logits_by: str | None = None
     soft_caps_logits_at: str | None = None
-    multiplies_inputs_by: str | None = (
-        None  # inside the body, so what is added to an embedding is multiplied too
-    )
+    multiplies_inputs_by: str | None = None  # inside the body, so what is added to an embedding is multiplied too
     experts: str | None = None  # number of experts, for the load-balancing loss
 
 

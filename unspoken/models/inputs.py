@@ -15,9 +15,7 @@ def refuse_unknown(kwargs: dict, known: list[str]) -> None:
     """transformers' bodies swallow what they do not know; a misspelled argument of ours must not vanish in there."""
     for key in kwargs:
         if key not in _PASSED_ON:
-            raise TypeError(
-                f"forward() got an unexpected argument {key!r}{nearest(key, known + sorted(_PASSED_ON))}"
-            )
+            raise TypeError(f"forward() got an unexpected argument {key!r}{nearest(key, known + sorted(_PASSED_ON))}")
 
 
 def real_positions(attention_mask: Tensor | dict | None, num_tokens: int) -> Tensor | None:

@@ -196,9 +196,7 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
             loss, pass_losses = self.pass_loss(outputs, labels, num_items_in_batch)
         if outputs.router_logits is not None:
             aux_loss = self.router_loss(outputs.router_logits, attention_mask)
-            loss = (
-                loss + self.config.text_config.router_aux_loss_coef * aux_loss if loss is not None else None
-            )
+            loss = loss + self.config.text_config.router_aux_loss_coef * aux_loss if loss is not None else None
         if skip_logits is None:
             skip_logits = labels is not None and self.training
         if not skip_logits:
@@ -251,8 +249,4 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
 
 
 def _carried(outputs: LatentModelOutput) -> dict:
-    return {
-        name: outputs.get(name)
-        for name in LatentModelOutput.__dataclass_fields__
-        if name != "last_hidden_state"
-    }
+    return {name: outputs.get(name) for name in LatentModelOutput.__dataclass_fields__ if name != "last_hidden_state"}

@@ -21,18 +21,14 @@ def shift_labels(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def plain_cross_entropy(
-    passes: list[Tensor], weight: Tensor, targets: Tensor, transform: LogitTransform
-) -> Tensor:
+def plain_cross_entropy(passes: list[Tensor], weight: Tensor, targets: Tensor, transform: LogitTransform) -> Tensor:
     """Summed cross-entropy of each pass, [k], from full logits. The oracle."""
     losses = []
     for hidden in passes:
         logits = transform(F.linear(hidden, weight))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses.append(
-            F.cross_entropy(
-                logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-            )
+            F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         )
     return torch.stack(losses)
 
@@ -48,9 +44,7 @@ def chunked_cross_entropy(
     """
     hidden = torch.stack([h.flatten(0, -2) for h in passes])
     targets = targets.flatten()
-    if (
-        not torch.compiler.is_compiling()
-    ):  # positions without a target skip the head; a compiled graph keeps its shape
+    if not torch.compiler.is_compiling():  # positions without a target skip the head; a compiled graph keeps its shape
         keep = targets != IGNORE_INDEX
         hidden, targets = hidden[:, keep], targets[keep]
     if torch.is_autocast_enabled(hidden.device.type):
@@ -87,9 +81,7 @@ def _chunked_cross_entropy(
     precise = torch.promote_types(weight.dtype, torch.float32)
     losses = hidden.new_zeros(hidden.shape[0], dtype=precise)
     grad_hidden = torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0)
-    grad_weight = (
-        torch.zeros_like(weight, dtype=precise) if wants_weight else weight.new_empty(0, dtype=precise)
-    )
+    grad_weight = torch.zeros_like(weight, dtype=precise) if wants_weight else weight.new_empty(0, dtype=precise)
     chunk_tokens = max(1, CHUNK_LOGITS // weight.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
         for i in range(hidden.shape[0]):

@@ -56,9 +56,7 @@ class _Tokens:
         mask = self.attention_mask
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.ndim != 2:
-                raise ValueError(
-                    "running part of a sequence at a time needs a 2D attention_mask [batch, tokens]"
-                )
+                raise ValueError("running part of a sequence at a time needs a 2D attention_mask [batch, tokens]")
             mask = mask[:, : mask.shape[1] - len(self) + stop]
         columns = slice(start, stop)
         return _Tokens(
@@ -124,17 +122,11 @@ class RecyclerModel(LatentModel):
         if num_passes is None:
             num_passes = self.config.num_prefill_passes if asked else self.config.num_train_passes
         if num_passes != "exact" and (not isinstance(num_passes, int) or num_passes < 1):
-            raise ValueError(
-                f"num_passes must be a whole number of at least 1, or 'exact'; got {num_passes!r}"
-            )
+            raise ValueError(f"num_passes must be a whole number of at least 1, or 'exact'; got {num_passes!r}")
         if num_passes == "exact":
             if packed:
-                raise ValueError(
-                    "the exact recurrence needs one document a row; position_ids restart within a row"
-                )
-            return self._recurrence(
-                tokens, cache or DynamicCache(config=self.config), keep_cache=cache is not None
-            )
+                raise ValueError("the exact recurrence needs one document a row; position_ids restart within a row")
+            return self._recurrence(tokens, cache or DynamicCache(config=self.config), keep_cache=cache is not None)
         if cache is None:
             return self._parallel(tokens, num_passes)
         state = recycled_state(cache)
@@ -152,16 +144,12 @@ class RecyclerModel(LatentModel):
         """k passes without a cache: training, evaluation, scoring."""
         outputs, recycled = [], None
         if num_passes == 1 and torch.is_grad_enabled():
-            recycled = torch.zeros_like(
-                tokens.embeds[:1, :1]
-            )  # A(0) = 0 keeps the adapter in every step's graph
+            recycled = torch.zeros_like(tokens.embeds[:1, :1])  # A(0) = 0 keeps the adapter in every step's graph
         for i in range(num_passes):
             outputs.append(self._run(tokens, recycled))
             if i + 1 < num_passes:
                 hidden = outputs[-1].last_hidden_state
-                recycled = shift(
-                    hidden.detach() if self.config.detach_between_passes else hidden, tokens.receives
-                )
+                recycled = shift(hidden.detach() if self.config.detach_between_passes else hidden, tokens.receives)
         return _collected(outputs)
 
     def _prefill(
@@ -187,10 +175,7 @@ class RecyclerModel(LatentModel):
         """One chunk of a prompt, all passes of it, each over its own keys and values of the chunks before."""
         if state is None or not state.chunk_states:
             seam = state.read() if state is not None else None
-            caches = [
-                DynamicCache(config=self.config) if seam is None else fork(cache)
-                for _ in range(num_passes - 1)
-            ]
+            caches = [DynamicCache(config=self.config) if seam is None else fork(cache) for _ in range(num_passes - 1)]
             states = [seam] * num_passes
         else:
             caches, states = state.chunk_caches, state.chunk_states
@@ -203,9 +188,7 @@ class RecyclerModel(LatentModel):
             outputs.append(self._run(tokens, recycled, pass_cache))
         state = self._remember(outputs[-1], tokens, cache, state)
         # The plain pass recycles nothing, across chunks neither; pass i reads pass i-1's last state of this chunk.
-        state.chunk_states = [None] + [
-            _masked(o.last_hidden_state, tokens.real)[:, -1:] for o in outputs[:-1]
-        ]
+        state.chunk_states = [None] + [_masked(o.last_hidden_state, tokens.real)[:, -1:] for o in outputs[:-1]]
         state.chunk_caches = caches
         return _collected(outputs, cache)
 
@@ -235,9 +218,7 @@ class RecyclerModel(LatentModel):
             **tokens.options,
         )
 
-    def _remember(
-        self, output, tokens: _Tokens, cache: Cache, state: RecycledStateLayer | None
-    ) -> RecycledStateLayer:
+    def _remember(self, output, tokens: _Tokens, cache: Cache, state: RecycledStateLayer | None) -> RecycledStateLayer:
         state = attach_state(cache) if state is None else state
         state.write(_masked(output.last_hidden_state, tokens.real))
         return state
@@ -255,6 +236,12 @@ class RecyclerForCausalLM(LatentForCausalLM):
         if self._is_verifying and isinstance(logits_to_keep, int) and logits_to_keep > 1:
             return {"num_candidates": logits_to_keep - 1}
         return {}
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        """A prompt prefilled in chunks keeps every pass's keys and values until decoding, so chunks change nothing."""
+        if generation_config.prefill_chunk_size is not None:
+            model_kwargs = {**model_kwargs, "in_chunks": True}
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def _assisted_decoding(self, *args, **kwargs):
         """Candidates must be scored by the recurrence that decoding would run, not by a prefill's passes."""

@@ -35,9 +35,7 @@ class VanillaModel(LatentModel):
         real = real_positions(attention_mask, embeds.shape[1])
         packed = is_packed(position_ids, real)
         cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(
-            kwargs, ["input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "num_passes"]
-        )
+        refuse_unknown(kwargs, ["input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "num_passes"])
         if packed and attention_mask is not None:
             attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
         outputs = self.backbone(
