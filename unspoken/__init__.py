@@ -35,12 +35,10 @@ def __dir__() -> list[str]:
 
 
 @wrapt.when_imported("transformers.models.auto.configuration_auto")
-def _register_configs(configuration_auto) -> None:
-    config = importlib.import_module("unspoken.config")
-    for config_class in (config.RecyclerConfig, config.VanillaConfig):
-        configuration_auto.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+def _register_configs(_configuration_auto) -> None:
+    importlib.import_module("unspoken.config")
 
 
 @wrapt.when_imported("transformers.models.auto.modeling_auto")
-def _register_models(modeling_auto) -> None:
+def _register_models(_modeling_auto) -> None:
     importlib.import_module("unspoken.models").register()

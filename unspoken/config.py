@@ -1,4 +1,4 @@
-"""Configurations of the latent models. Imports nothing but transformers' configuration base."""
+"""Configurations of the latent models, known to `AutoConfig`. Imports nothing but transformers' configuration base."""
 
 import difflib
 from typing import ClassVar, Literal
@@ -103,3 +103,7 @@ def _refuse_misspelled(kwargs: dict, fields: list[str]) -> None:
     for key in kwargs:
         if match := difflib.get_close_matches(key, fields, n=1, cutoff=0.85):
             raise TypeError(f"unknown configuration argument {key!r} (did you mean {match[0]!r}?)")
+
+
+for _config_class in (VanillaConfig, RecyclerConfig):
+    AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)

@@ -1,5 +1,7 @@
 """Latent language models over any supported transformers backbone."""
 
+import importlib
+
 
 def register() -> None:
     """Enter the latent models into transformers' Auto classes. Called when those are imported."""
@@ -11,3 +13,8 @@ def register() -> None:
     for base, head in ((RecyclerModel, RecyclerForCausalLM), (VanillaModel, VanillaForCausalLM)):
         AutoModel.register(base.config_class, base, exist_ok=True)
         AutoModelForCausalLM.register(head.config_class, head, exist_ok=True)
+
+
+# Now, while none of our modules is half imported: the first of them to import transformers' Auto classes would
+# otherwise be entered again by the hook in `unspoken/__init__.py`.
+importlib.import_module("transformers.models.auto.modeling_auto")
