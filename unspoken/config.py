@@ -20,7 +20,7 @@ class LatentConfig(PreTrainedConfig):
 
     sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(AutoConfig, model_type="llama")}
 
-    text_config: dict | PreTrainedConfig | None = None
+    text_config: PreTrainedConfig = None  # type: ignore[assignment]  # a dict is turned into one; None is Llama's
     embedding_scale: float = 1.0
     tie_word_embeddings: bool | None = None
     bos_token_id: int | None = None

@@ -41,7 +41,7 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
     so the result is kept in the cache folder, under a name made from the file's content and `CACHE_FORMAT`.
     """
     source = gguf_path()
-    folder = cache_folder() / f"tokenizer-smollm2-{_head_hash(source)}-{CACHE_FORMAT}"
+    folder = cache_folder() / f"tokenizer-smollm2-{head_hash(source)}-{CACHE_FORMAT}"
     if not folder.is_dir():
         tokenizer = _convert_tokenizer(source)
         with whole_folder(folder) as made:
@@ -49,7 +49,7 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _head_hash(source: Path) -> str:
+def head_hash(source: Path) -> str:
     """Return a short hash of the part of a GGUF file that holds its metadata, the tokenizer among it."""
     with source.open("rb") as file:
         return hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()[:16]

@@ -36,14 +36,14 @@ def is_packed(position_ids: Tensor | None, real: Tensor | None) -> bool:
 
 
 def document_mask(
-    config: PreTrainedConfig, embeds: Tensor, attention_mask: Tensor | dict, position_ids: Tensor
-) -> Tensor | dict:
+    config: PreTrainedConfig, embeds: Tensor, attention_mask: Tensor | dict | None, position_ids: Tensor | None
+) -> Tensor | dict | None:
     """Isolate packed documents under a 2D attention mask, where transformers would let them see each other.
 
     Without a mask transformers isolates documents by their position ids; with one, of ones even, it does not.
     Returns the 4D mask of the backbone's family (one for each layer type where it has several).
     """
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+    if position_ids is None or not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         return attention_mask  # a caller's own 4D mask says who sees whom
     position_ids = position_ids.expand(embeds.shape[0], -1)
     starts = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1

@@ -28,7 +28,7 @@ class LatentModelOutput(ModelOutput):
     """`last_hidden_state` [B, T, d] is the last pass's; `pass_hidden_states` holds all k passes' when they ran in
     parallel (None in decoding); `router_logits` concatenates the passes'."""
 
-    last_hidden_state: Tensor | None = None
+    last_hidden_state: Tensor = None  # type: ignore[assignment]  # ModelOutput wants defaults
     cache: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
@@ -58,7 +58,7 @@ class LatentPreTrainedModel(PreTrainedModel):
     config_class = LatentConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _skip_keys_device_placement = {"cache", "past_key_values"}  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -225,9 +225,10 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         text_config = self.config.text_config
-        num_experts = getattr(text_config, family_of(text_config).experts)
+        num_experts = getattr(text_config, str(family_of(text_config).experts))
         mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
-        return load_balancing_loss_func(router_logits, num_experts, text_config.num_experts_per_tok, mask)
+        top_k = text_config.num_experts_per_tok
+        return load_balancing_loss_func(router_logits, num_experts, top_k, mask)  # type: ignore[arg-type,return-value]
 
     def _decoding_options(self, logits_to_keep: int | Tensor) -> dict:
         """What a subclass's base model needs to know of the step that `generate` is in."""

@@ -75,7 +75,7 @@ def _chunked_cross_entropy(
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [k, N, d] -> (losses [k], gradient of their sum for hidden, and for weight, in float32; empty if unwanted)."""
+    """hidden [k, N, d] -> losses [k], and the gradients of their sum for hidden and weight (empty if unwanted)."""
     transform = LogitTransform(multiplier, divisor, cap)
     # The sum over many chunks needs more bits than a bfloat16 chunk has.
     precise = torch.promote_types(weight.dtype, torch.float32)

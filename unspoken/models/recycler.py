@@ -84,7 +84,7 @@ class RecyclerModel(LatentModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -121,12 +121,12 @@ class RecyclerModel(LatentModel):
         tokens = _Tokens(embeds, attention_mask, position_ids, real, receives, kwargs)
         if num_passes is None:
             num_passes = self.config.num_prefill_passes if asked else self.config.num_train_passes
-        if num_passes != "exact" and (not isinstance(num_passes, int) or num_passes < 1):
-            raise ValueError(f"num_passes must be a whole number of at least 1, or 'exact'; got {num_passes!r}")
         if num_passes == "exact":
             if packed:
                 raise ValueError("the exact recurrence needs one document a row; position_ids restart within a row")
             return self._recurrence(tokens, cache or DynamicCache(config=self.config), keep_cache=cache is not None)
+        if not isinstance(num_passes, int) or num_passes < 1:
+            raise ValueError(f"num_passes must be a whole number of at least 1, or 'exact'; got {num_passes!r}")
         if cache is None:
             return self._parallel(tokens, num_passes)
         state = recycled_state(cache)
@@ -142,7 +142,8 @@ class RecyclerModel(LatentModel):
 
     def _parallel(self, tokens: _Tokens, num_passes: int) -> LatentModelOutput:
         """k passes without a cache: training, evaluation, scoring."""
-        outputs, recycled = [], None
+        outputs: list[LatentModelOutput] = []
+        recycled = None
         if num_passes == 1 and torch.is_grad_enabled():
             recycled = torch.zeros_like(tokens.embeds[:1, :1])  # A(0) = 0 keeps the adapter in every step's graph
         for i in range(num_passes):
@@ -159,7 +160,8 @@ class RecyclerModel(LatentModel):
         seam = state.read() if state is not None else None
         if len(tokens) == 1:
             num_passes = 1  # the seam is exact, and so is the first pass
-        outputs, recycled = [], None if seam is None else _seam_only(seam, tokens)
+        outputs: list[LatentModelOutput] = []
+        recycled = None if seam is None else _seam_only(seam, tokens)
         for i in range(num_passes):
             if i > 0:
                 recycled = shift(outputs[-1].last_hidden_state, tokens.receives, seam)
@@ -181,14 +183,16 @@ class RecyclerModel(LatentModel):
             caches, states = state.chunk_caches, state.chunk_states
         if len(states) != num_passes:
             raise ValueError(f"chunked prefill began with {len(states)} passes and goes on with {num_passes}")
-        outputs, recycled = [], None if states[0] is None else _seam_only(states[0], tokens)
+        outputs: list[LatentModelOutput] = []
+        recycled = None if states[0] is None else _seam_only(states[0], tokens)
         for i, pass_cache in enumerate([*caches, cache]):
             if i > 0:
                 recycled = shift(outputs[-1].last_hidden_state, tokens.receives, states[i])
             outputs.append(self._run(tokens, recycled, pass_cache))
         state = self._remember(outputs[-1], tokens, cache, state)
         # The plain pass recycles nothing, across chunks neither; pass i reads pass i-1's last state of this chunk.
-        state.chunk_states = [None] + [_masked(o.last_hidden_state, tokens.real)[:, -1:] for o in outputs[:-1]]
+        last_states = [_masked(output.last_hidden_state, tokens.real)[:, -1:] for output in outputs[:-1]]
+        state.chunk_states = [None, *last_states]
         state.chunk_caches = caches
         return _collected(outputs, cache)
 
@@ -241,13 +245,13 @@ class RecyclerForCausalLM(LatentForCausalLM):
         """A prompt prefilled in chunks keeps every pass's keys and values until decoding, so chunks change nothing."""
         if generation_config.prefill_chunk_size is not None:
             model_kwargs = {**model_kwargs, "in_chunks": True}
-        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
 
     def _assisted_decoding(self, *args, **kwargs):
         """Candidates must be scored by the recurrence that decoding would run, not by a prefill's passes."""
         self._is_verifying = True
         try:
-            return super()._assisted_decoding(*args, **kwargs)
+            return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._is_verifying = False
 

@@ -1,0 +1,164 @@
+"""Pretrained checkpoint -> latent model, and back. Weights are moved, never copied or changed."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from unspoken.config import LatentConfig
+from unspoken.data.cache import whole_folder
+from unspoken.errors import UnspokenError, UsageError
+from unspoken.models.backbone import family_of
+from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.load import load_source, plain_config
+from unspoken.models.recycler import RecyclerForCausalLM
+from unspoken.models.vanilla import VanillaForCausalLM
+
+METHODS: dict[str, type[LatentForCausalLM]] = {"recycler": RecyclerForCausalLM, "vanilla": VanillaForCausalLM}
+
+
+def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **config_fields: Any) -> LatentForCausalLM:
+    """Make a pretrained model a latent one that computes, for now, exactly the same logits.
+
+    model: a loaded causal LM, or what `load_source` reads; its body and head move into the result, which may not be
+    used beside it. A latent model (a plain one trained here, say) may be given too: its body goes on. config_fields:
+    fields of the method's configuration (`num_train_passes`, ...).
+
+    Raises:
+        UsageError: unknown method, or the model has that method already.
+        UnsupportedBackboneError: the model's family is not supported.
+    """
+    if method not in METHODS:
+        raise UsageError(f"unknown method {method!r}; methods: {', '.join(METHODS)}")
+    source = model if isinstance(model, PreTrainedModel) else load_source(model)[0]
+    latent_class = METHODS[method]
+    if isinstance(source, latent_class):
+        raise UsageError(f"the model is a {method} model already")
+    if isinstance(source, LatentForCausalLM):
+        body, text_config = source.model.backbone, source.config.text_config
+        config_fields.setdefault("embedding_scale", source.config.embedding_scale)
+    else:
+        body, text_config = source.base_model, source.config
+    family_of(text_config)
+    head = source.get_output_embeddings()
+    config = latent_class.config_class(text_config=plain_config(text_config), dtype=source.dtype, **config_fields)
+    with torch.device("meta"):
+        latent = latent_class(config)
+    latent.model.backbone = body
+    latent.lm_head = head
+    _materialise(latent, like=head.weight)
+    latent.generation_config = source.generation_config
+    return latent.train(source.training)
+
+
+def export_backbone(latent: LatentForCausalLM) -> PreTrainedModel:
+    """The plain transformers model inside a latent one: what the latent model computes without recycling.
+
+    Weights are shared with the latent model. An `embedding_scale` is multiplied into the embedding, which then no
+    longer equals the head, so a tied model comes out untied.
+    """
+    config = plain_config(latent.config.text_config)
+    scale = latent.config.embedding_scale
+    body, head = latent.model.backbone, latent.lm_head
+    config.tie_word_embeddings = latent.config.tie_word_embeddings and scale == 1.0
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=latent.dtype)
+    setattr(plain, plain.base_model_prefix, body)
+    plain.set_output_embeddings(head)
+    if scale != 1.0:
+        embedding = body.get_input_embeddings()
+        rows, width = embedding.weight.shape
+        scaled = nn.Embedding(rows, width, padding_idx=embedding.padding_idx, device="meta")
+        scaled.weight = nn.Parameter(embedding.weight.detach() * scale)
+        plain.set_input_embeddings(scaled)
+    plain.generation_config = latent.generation_config
+    return plain
+
+
+def main(args: argparse.Namespace) -> int:
+    """`unspoken convert`."""
+    out = Path(args.out)
+    if out.exists() and not args.overwrite:
+        raise UsageError(f"{out} exists; give another --out, or --overwrite")
+    source, tokenizer = load_source(args.model, args.dtype)
+    if args.export_backbone:
+        if not isinstance(source, LatentForCausalLM):
+            raise UsageError(f"--export-backbone: {args.model} is a plain {source.config.model_type} model already")
+        model: PreTrainedModel = export_backbone(source)
+        kind = f"plain {model.config.model_type} model"
+    else:
+        fields = {name: getattr(args, name) for name in ("num_train_passes", "num_prefill_passes")}
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if args.method != "recycler" and fields:
+            raise UsageError(f"--{min(fields).replace('_', '-')} is for --method recycler")
+        expected = _probe(source)
+        model = convert(source, args.method, **fields)
+        kind = f"{args.method} model"
+        if not torch.equal(_probe(model), expected):
+            raise UnspokenError("the converted model's logits differ from the source's; nothing was written")
+    save(model, tokenizer, out, overwrite=args.overwrite)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{out}: {kind}, {size:,} parameters, {str(model.dtype).removeprefix('torch.')}")
+    if not args.export_backbone:
+        print("logits equal the source's bit for bit")
+    return 0
+
+
+def save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, out: str | Path, overwrite: bool = False
+) -> None:
+    """Write a model folder, whole or not at all: safetensors, configuration, tokenizer and a card."""
+    with whole_folder(Path(out), replace=overwrite) as made:
+        model.save_pretrained(made)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(made)
+        if isinstance(model.config, LatentConfig):
+            (made / "README.md").write_text(_card(model.config))
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> torch.Tensor:
+    ids = torch.arange(1, 17, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    was_training = model.training
+    logits = model.eval()(ids, use_cache=False).logits
+    model.train(was_training)
+    return logits
+
+
+def _materialise(latent: LatentForCausalLM, like: torch.Tensor) -> None:
+    """Give the modules that the source does not have (the adapter) memory and their initial values."""
+    for name, module in latent.model.named_children():
+        if name != "backbone":
+            module.to_empty(device=like.device).to(like.dtype)
+            module.apply(_reset(latent))
+
+
+def _reset(latent: LatentForCausalLM) -> Callable[[nn.Module], None]:
+    def reset(module: nn.Module) -> None:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+        latent.model._init_weights(module)
+
+    return reset
+
+
+def _card(config: LatentConfig) -> str:
+    backbone = config.text_config.model_type
+    return f"""---
+library_name: unspoken
+pipeline_tag: text-generation
+---
+A `{config.model_type}` model over a {backbone} backbone, made with Unspoken. transformers knows it after one import:
+
+```python
+import unspoken  # registers the latent models
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+"""
