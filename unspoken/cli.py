@@ -68,9 +68,7 @@ def _command(commands, name: str, handler: str, help: str, takes_overrides: bool
 
 
 def _model_options(parser) -> None:
-    parser.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)"
-    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
 
 
@@ -81,14 +79,10 @@ def _convert(commands) -> None:
         "unspoken.models.convert:main",
         "Turn a pretrained model into a latent one, or back.",
     )
-    p.add_argument(
-        "--model", required=True, help="local folder, .gguf file, hub name, or `smollm2` (embedded)"
-    )
+    p.add_argument("--model", required=True, help="local folder, .gguf file, hub name, or `smollm2` (embedded)")
     p.add_argument("--method", choices=["recycler", "vanilla"], default="recycler")
     p.add_argument("--out", required=True, help="folder to write (safetensors)")
-    p.add_argument(
-        "--export-backbone", action="store_true", help="write the plain transformers model inside --model"
-    )
+    p.add_argument("--export-backbone", action="store_true", help="write the plain transformers model inside --model")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     p.add_argument("--num-train-passes", type=int, help="passes over the sequence in training (default 2)")
     p.add_argument("--num-prefill-passes", type=int, choices=[1, 2], help="passes over a prompt (default 2)")
@@ -98,33 +92,33 @@ def _convert(commands) -> None:
 def _data(commands) -> None:
     group = commands.add_parser("data", help="Prepare and check training text.")
     actions = group.add_subparsers(metavar="ACTION", required=True)
-    p = _command(
-        actions, "prepare", "unspoken.data.prepare:main", "Clean, split and tokenise text into shards."
-    )
+    p = _command(actions, "prepare", "unspoken.data.prepare:main", "Clean, split and tokenise text into shards.")
     p.add_argument(
         "--corpus",
         action="append",
         required=True,
-        help="`core` (pip only), `full` (pip, npm, Debian packages), files or folders of text/JSONL/parquet, "
-        "or the name of a `datasets` data set; may be repeated",
+        help="`core` (pip only), `full` (pip, npm, Debian packages), `stdlib` (Python's own help texts, no download), "
+        "files or folders of text/JSONL/parquet, or a `datasets` data set NAME or NAME:CONFIGURATION; may be repeated",
     )
     p.add_argument("--out", required=True, help="folder to write")
     p.add_argument(
-        "--tokenizer", default="bpe:4096", help="`bpe:SIZE` (trained on the train split), folder or name"
+        "--tokenizer", default="bpe:4096", help="`bpe:SIZE` (trained on the train split), `smollm2`, folder or name"
     )
     p.add_argument("--text-field", default="text", help="field that holds the text in JSONL and parquet rows")
-    p.add_argument("--on-bad-line", choices=["error", "skip"], default="error")
-    p.add_argument(
-        "--max-document-chars", type=int, default=1_000_000, help="longer documents are cut into pieces"
-    )
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--on-bad-line", choices=["error", "skip"], default="error", help="stop at bad rows, or count them")
+    p.add_argument("--max-document-chars", type=int, default=1_000_000, help="longer documents are cut into pieces")
+    p.add_argument("--seed", type=int, default=0, help="decides the order of documents in the shards")
     p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
-    p = _command(
-        actions, "validate", "unspoken.data.validate:main", "Name file, line and reason of every bad row."
-    )
+    p = _command(actions, "validate", "unspoken.data.validate:main", "Name file, line and reason of every bad row.")
     p.add_argument("files", nargs="+", help="text, JSONL or parquet files or folders")
-    p.add_argument("--text-field", default="text")
+    p.add_argument("--text-field", default="text", help="field that holds the text in JSONL and parquet rows")
     p.add_argument("--on-bad-line", choices=["error", "skip"], default="error")
+    p.add_argument("--max-document-chars", type=int, default=1_000_000, help="longer documents are noted")
+    p = _command(actions, "show", "unspoken.data.show:main", "Show what a prepared folder holds, and some windows.")
+    p.add_argument("folder", help="folder written by `data prepare`")
+    p.add_argument("--split", choices=["train", "val", "test"], default="train")
+    p.add_argument("--num-windows", type=int, default=3, help="decoded training windows to print")
+    p.add_argument("--sequence-length", type=int, default=128, help="tokens in a window")
 
 
 def _train(commands) -> None:
@@ -140,9 +134,7 @@ def _train(commands) -> None:
 
 
 def _eval(commands) -> None:
-    p = _command(
-        commands, "eval", "unspoken.eval.run:main", "Loss, perplexity and bits per byte by pass and exactly."
-    )
+    p = _command(commands, "eval", "unspoken.eval.run:main", "Loss, perplexity and bits per byte by pass and exactly.")
     p.add_argument("model", help="model folder")
     p.add_argument("--data", required=True, help="folder written by `data prepare`")
     p.add_argument("--split", choices=["val", "test", "train"], default="val")
@@ -162,9 +154,7 @@ def _sampling_options(parser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--num-prefill-passes", type=int, choices=[1, 2], help="default: as the model's config says"
-    )
+    parser.add_argument("--num-prefill-passes", type=int, choices=[1, 2], help="default: as the model's config says")
 
 
 def _generate(commands) -> None:
@@ -172,9 +162,7 @@ def _generate(commands) -> None:
     p.add_argument("model", help="model folder")
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="may be repeated; the prompts form one batch")
-    source.add_argument(
-        "--input", help="JSONL file, one object with `prompt` (or `messages`) a line; - is stdin"
-    )
+    source.add_argument("--input", help="JSONL file, one object with `prompt` (or `messages`) a line; - is stdin")
     p.add_argument("--output", help="JSONL file to write (default: stdout)")
     p.add_argument("--num-beams", type=int, default=1)
     p.add_argument("--num-return-sequences", type=int, default=1)
@@ -186,9 +174,7 @@ def _generate(commands) -> None:
 
 
 def _chat(commands) -> None:
-    p = _command(
-        commands, "chat", "unspoken.decode.chat:main", "Talk to a model; the cache is kept across turns."
-    )
+    p = _command(commands, "chat", "unspoken.decode.chat:main", "Talk to a model; the cache is kept across turns.")
     p.add_argument("model", help="model folder")
     p.add_argument("--system", help="system message")
     _sampling_options(p)
@@ -203,9 +189,7 @@ def _verify(commands) -> None:
         "Check a model against its reference; a pass/fail table.",
     )
     p.add_argument("model", help="model folder")
-    p.add_argument(
-        "--base", help="source checkpoint: also check that logits equal it (freshly converted models)"
-    )
+    p.add_argument("--base", help="source checkpoint: also check that logits equal it (freshly converted models)")
     p.add_argument("--json", help="also write the table to this file")
     p.add_argument("--seed", type=int, default=0)
     _model_options(p)

@@ -26,9 +26,7 @@ def _write_folder(folder: Path, lengths: list[int], vocab_size: int = 4096) -> P
     dtype = token_dtype(vocab_size)
     bounds = np.cumsum([0, *lengths])
     documents = [([*range(a + 1, b), DOCUMENT_END], 3 * (b - a)) for a, b in itertools.pairwise(bounds)]
-    counts = {
-        split: write_split(folder, split, documents if split == "train" else [], dtype) for split in SPLITS
-    }
+    counts = {split: write_split(folder, split, documents if split == "train" else [], dtype) for split in SPLITS}
     manifest = {
         "format": FORMAT,
         "dtype": dtype.str,

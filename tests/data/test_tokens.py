@@ -56,9 +56,7 @@ def test_a_changed_token_is_found_only_when_asked(shards):
 
 
 def test_wrong_folders_say_what_to_do(shards, tmp_path):
-    with pytest.raises(
-        UnspokenError, match=r"nowhere does not exist; make a data folder with `unspoken data prepare"
-    ):
+    with pytest.raises(UnspokenError, match=r"nowhere does not exist; make a data folder with `unspoken data prepare"):
         TokenShards.open(tmp_path / "nowhere")
     with pytest.raises(UnspokenError, match=r"has no manifest.json"):
         TokenShards.open(tmp_path)

@@ -29,9 +29,7 @@ class PackedDataset(torch.utils.data.Dataset):
     Raises UnspokenError when the split is too small for one window.
     """
 
-    def __init__(
-        self, shards: TokenShards, sequence_length: int, seed: int = 0, shuffle: bool = True
-    ) -> None:
+    def __init__(self, shards: TokenShards, sequence_length: int, seed: int = 0, shuffle: bool = True) -> None:
         if sequence_length < 2:
             raise UsageError(f"sequence_length is {sequence_length}; it must be at least 2")
         if not 0 <= seed < 1 << 32:
@@ -73,9 +71,7 @@ class PackedDataset(torch.utils.data.Dataset):
         offset, order = self._epoch(epoch)
         return offset + int(order[place]) * self.sequence_length
 
-    def global_batch(
-        self, index: int, batch_size: int, rank: int = 0, num_ranks: int = 1
-    ) -> dict[str, torch.Tensor]:
+    def global_batch(self, index: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> dict[str, torch.Tensor]:
         """Return rank `rank`'s rows of global batch `index`, each tensor [batch_size / num_ranks,
         sequence_length].
 

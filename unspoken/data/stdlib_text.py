@@ -16,7 +16,6 @@ def stdlib_documents() -> list[Document]:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:
         raise UnspokenError(
-            "this Python lacks pydoc_data.topics, the text of `--corpus stdlib`; install the whole standard "
-            "library"
+            "this Python lacks pydoc_data.topics, the text of `--corpus stdlib`; install the whole standard library"
         ) from error
     return [Document(SOURCE, name, text) for name, text in sorted(topics.items())]

@@ -63,18 +63,14 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         what = "has no manifest.json" if folder.is_dir() else "does not exist"
-        raise UnspokenError(
-            f"{folder} {what}; make a data folder with `unspoken data prepare --out {folder}`"
-        )
+        raise UnspokenError(f"{folder} {what}; make a data folder with `unspoken data prepare --out {folder}`")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UnspokenError(f"{path} is not valid JSON ({error}); prepare the folder again") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise UnspokenError(
-            f"{path}: format {found}, this version reads format {FORMAT}; prepare the folder again"
-        )
+        raise UnspokenError(f"{path}: format {found}, this version reads format {FORMAT}; prepare the folder again")
     return manifest
 
 
@@ -102,9 +98,7 @@ class TokenShards:
         changed.
         """
         if split not in SPLITS:
-            raise UsageError(
-                f"unknown split {split!r}{nearest(split, SPLITS)}; the splits are {', '.join(SPLITS)}"
-            )
+            raise UsageError(f"unknown split {split!r}{nearest(split, SPLITS)}; the splits are {', '.join(SPLITS)}")
         folder = Path(folder)
         manifest = read_manifest(folder)
         counts = manifest["splits"][split]
@@ -115,9 +109,7 @@ class TokenShards:
         if offsets[0] != 0 or offsets[-1] != len(tokens):
             raise UnspokenError(f"{folder / split}.idx does not match {split}.bin; prepare the folder again")
         if verify and shards_fingerprint(folder) != manifest["fingerprint"]:
-            raise UnspokenError(
-                f"{folder}: the shards are not those of the manifest; prepare the folder again"
-            )
+            raise UnspokenError(f"{folder}: the shards are not those of the manifest; prepare the folder again")
         return cls(folder, split, manifest, tokens, offsets, sizes)
 
     def __reduce__(self):
