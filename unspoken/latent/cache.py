@@ -38,8 +38,8 @@ class RecycledStateLayer(DummyLayer):
         """The state to recycle into the next position, [B, 1, d]; None before anything was written."""
         return None if self.is_empty else self.states[:, -1:]
 
-    def write(self, hidden_states: Tensor) -> None:
-        """Append the states [B, T, d] of one forward, already zero at pads."""
+    def write(self, hidden_states: Tensor, in_same_forward: bool = False) -> None:
+        """Append states [B, T, d], already zero at pads. `in_same_forward` keeps those written before in this one."""
         if self.static:
             if self.states is None:
                 self.states = hidden_states[:, -1:].clone()
@@ -50,7 +50,8 @@ class RecycledStateLayer(DummyLayer):
         elif self.is_empty:
             self.states = hidden_states
         else:
-            self.states = torch.cat([self.states[:, -1:], hidden_states], dim=1)
+            kept = self.states if in_same_forward else self.states[:, -1:]
+            self.states = torch.cat([kept, hidden_states], dim=1)
         self.is_empty = False
 
     def crop(self, tokens_to_remove: int) -> None:

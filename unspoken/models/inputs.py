@@ -25,6 +25,11 @@ def real_positions(attention_mask: Tensor | dict | None, num_tokens: int) -> Ten
     return attention_mask[:, -num_tokens:].bool()
 
 
+def without_pads(embeds: Tensor, real: Tensor | None) -> Tensor:
+    """Zero the embeddings at pads. An attention weight of zero still multiplies what lies there, and 0 * NaN is NaN."""
+    return embeds if real is None else embeds.masked_fill(~real.unsqueeze(-1), 0)
+
+
 def is_packed(position_ids: Tensor | None, real: Tensor | None) -> bool:
     """Whether a row holds several documents: positions that do not count up between two real tokens."""
     if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():

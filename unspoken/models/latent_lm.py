@@ -18,9 +18,10 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import LatentConfig
-from unspoken.latent.recycle import ZeroLinear
+from unspoken.latent.recycle import ZeroLinear, receiving_positions
 from unspoken.models.backbone import build_backbone, embedding_name, family_of, logit_transform
-from unspoken.models.loss import chunked_cross_entropy, shift_labels
+from unspoken.models.inputs import real_positions
+from unspoken.models.loss import IGNORE_INDEX, chunked_cross_entropy, shift_labels
 
 
 @dataclass
@@ -193,6 +194,9 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         )
         loss = pass_losses = aux_loss = logits = None
         if labels is not None:
+            follows = receiving_positions(real_positions(attention_mask, labels.shape[1]), position_ids)
+            if follows is not None:  # a document's first token is not to be predicted from what lies before it
+                labels = labels.masked_fill(~follows, IGNORE_INDEX)
             loss, pass_losses = self.pass_loss(outputs, labels, num_items_in_batch)
         if outputs.router_logits is not None:
             aux_loss = self.router_loss(outputs.router_logits, attention_mask)

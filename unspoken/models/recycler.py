@@ -21,7 +21,7 @@ from unspoken.config import RecyclerConfig
 from unspoken.latent.cache import RecycledStateLayer, attach_state, fork, recycled_state
 from unspoken.latent.recycle import RecycleAdapter, receiving_positions, shift
 from unspoken.models.backbone import input_multiplier
-from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown
+from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
 
 _ARGUMENTS = [
@@ -91,7 +91,7 @@ class RecyclerModel(LatentModel):
         use_cache: bool | None = None,
         num_passes: int | str | None = None,
         prompt_mask: Tensor | None = None,
-        num_candidates: int = 0,
+        num_recurrent: int = 0,
         in_chunks: bool = False,
         **kwargs,
     ) -> LatentModelOutput:
@@ -101,13 +101,14 @@ class RecyclerModel(LatentModel):
             for, else `num_train_passes`.
         prompt_mask: bool or int [B, T]; no state is recycled into these positions (a model trained for one-pass
             prefill).
-        num_candidates: so many tokens at the end are guesses to be verified: they go through the recurrence one by
-            one, as decoding would.
+        num_recurrent: so many tokens at the end go through the recurrence one by one, as decoding would: candidates
+            to be verified, or what `generate` without a cache made so far.
         in_chunks: these tokens are a chunk of a prompt; together the chunks equal one prefill of the whole prompt, at
             the price of a second cache until decoding starts.
         """
         embeds = self.embed(input_ids, inputs_embeds)
         real = real_positions(attention_mask, embeds.shape[1])
+        embeds = without_pads(embeds, real)
         packed = is_packed(position_ids, real)
         cache, asked = self.resolve_cache(cache, kwargs, use_cache, packed)
         refuse_unknown(kwargs, _ARGUMENTS)
@@ -116,7 +117,7 @@ class RecyclerModel(LatentModel):
                 f"prompt_mask must be [batch, tokens] = {tuple(embeds.shape[:2])}, got {tuple(prompt_mask.shape)}"
             )
         receives = receiving_positions(real, position_ids, prompt_mask)
-        if packed and attention_mask is not None:
+        if packed or (torch.compiler.is_compiling() and cache is None):
             attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
         tokens = _Tokens(embeds, attention_mask, position_ids, real, receives, kwargs)
         if num_passes is None:
@@ -124,21 +125,20 @@ class RecyclerModel(LatentModel):
         if num_passes == "exact":
             if packed:
                 raise ValueError("the exact recurrence needs one document a row; position_ids restart within a row")
-            return self._recurrence(tokens, cache or DynamicCache(config=self.config), keep_cache=cache is not None)
+            return self._recurrence(tokens, cache)
         if not isinstance(num_passes, int) or num_passes < 1:
             raise ValueError(f"num_passes must be a whole number of at least 1, or 'exact'; got {num_passes!r}")
         if cache is None:
-            return self._parallel(tokens, num_passes)
+            if num_recurrent == 0:
+                return self._parallel(tokens, num_passes)
+            outputs = self._decode(tokens, DynamicCache(config=self.config), None, num_passes, num_recurrent)
+            return _with_cache(outputs, None)
         state = recycled_state(cache)
         if in_chunks:
             return self._chunk(tokens, cache, state, num_passes)
         if state is not None:
             state.end_chunks()
-        num_prefilled = len(tokens) - num_candidates
-        outputs = self._prefill(tokens.part(0, num_prefilled), cache, state, num_passes)
-        if num_candidates:
-            outputs = _joined(outputs, self._recurrence(tokens.part(num_prefilled, len(tokens)), cache))
-        return outputs
+        return self._decode(tokens, cache, state, num_passes, num_recurrent)
 
     def _parallel(self, tokens: _Tokens, num_passes: int) -> LatentModelOutput:
         """k passes without a cache: training, evaluation, scoring."""
@@ -153,8 +153,24 @@ class RecyclerModel(LatentModel):
                 recycled = shift(hidden.detach() if self.config.detach_between_passes else hidden, tokens.receives)
         return _collected(outputs)
 
+    def _decode(
+        self, tokens: _Tokens, cache: Cache, state: RecycledStateLayer | None, num_passes: int, num_recurrent: int
+    ) -> LatentModelOutput:
+        """A prefill, then the recurrence over the last `num_recurrent` tokens."""
+        num_prefilled = len(tokens) - num_recurrent
+        outputs = self._prefill(tokens.part(0, num_prefilled), cache, state, num_passes)
+        if num_recurrent:
+            rest = self._recurrence(tokens.part(num_prefilled, len(tokens)), cache, in_same_forward=True)
+            outputs = _joined(outputs, rest)
+        return outputs
+
     def _prefill(
-        self, tokens: _Tokens, cache: Cache, state: RecycledStateLayer | None, num_passes: int
+        self,
+        tokens: _Tokens,
+        cache: Cache,
+        state: RecycledStateLayer | None,
+        num_passes: int,
+        in_same_forward: bool = False,
     ) -> LatentModelOutput:
         """k passes over tokens that follow the cache's; only the last pass writes keys and values."""
         seam = state.read() if state is not None else None
@@ -168,7 +184,7 @@ class RecyclerModel(LatentModel):
             is_last = i + 1 == num_passes
             pass_cache = cache if is_last else None if seam is None else fork(cache)
             outputs.append(self._run(tokens, recycled, pass_cache))
-        self._remember(outputs[-1], tokens, cache, state)
+        self._remember(outputs[-1], tokens, cache, state, in_same_forward)
         return _collected(outputs, cache)
 
     def _chunk(
@@ -196,16 +212,17 @@ class RecyclerModel(LatentModel):
         state.chunk_caches = caches
         return _collected(outputs, cache)
 
-    def _recurrence(self, tokens: _Tokens, cache: Cache, keep_cache: bool = True) -> LatentModelOutput:
-        """Eq. 3, token by token over the cache: what decoding computes, differentiable."""
+    def _recurrence(self, tokens: _Tokens, cache: Cache | None, in_same_forward: bool = False) -> LatentModelOutput:
+        """Eq. 3, token by token over the cache (one of its own if there is none): what decoding computes."""
+        keys = DynamicCache(config=self.config) if cache is None else cache
         outputs = []
         for t in range(len(tokens)):
-            outputs.append(self._prefill(tokens.part(t, t + 1), cache, recycled_state(cache), num_passes=1))
+            token, state = tokens.part(t, t + 1), recycled_state(keys)
+            outputs.append(self._prefill(token, keys, state, num_passes=1, in_same_forward=in_same_forward or t > 0))
         joined = outputs[0]
         for output in outputs[1:]:
             joined = _joined(joined, output)
-        joined.cache = cache if keep_cache else None
-        return joined
+        return _with_cache(joined, cache)
 
     def _run(self, tokens: _Tokens, recycled: Tensor | None, cache: Cache | None = None):
         """One run of the backbone, with A(recycled) added to its input."""
@@ -222,9 +239,16 @@ class RecyclerModel(LatentModel):
             **tokens.options,
         )
 
-    def _remember(self, output, tokens: _Tokens, cache: Cache, state: RecycledStateLayer | None) -> RecycledStateLayer:
+    def _remember(
+        self,
+        output: LatentModelOutput,
+        tokens: _Tokens,
+        cache: Cache,
+        state: RecycledStateLayer | None,
+        in_same_forward: bool = False,
+    ) -> RecycledStateLayer:
         state = attach_state(cache) if state is None else state
-        state.write(_masked(output.last_hidden_state, tokens.real))
+        state.write(_masked(output.last_hidden_state, tokens.real), in_same_forward)
         return state
 
 
@@ -238,7 +262,7 @@ class RecyclerForCausalLM(LatentForCausalLM):
 
     def _decoding_options(self, logits_to_keep: int | Tensor) -> dict:
         if self._is_verifying and isinstance(logits_to_keep, int) and logits_to_keep > 1:
-            return {"num_candidates": logits_to_keep - 1}
+            return {"num_recurrent": logits_to_keep - 1}
         return {}
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
@@ -246,6 +270,26 @@ class RecyclerForCausalLM(LatentForCausalLM):
         if generation_config.prefill_chunk_size is not None:
             model_kwargs = {**model_kwargs, "in_chunks": True}
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, **kwargs):
+        """Without a cache, every step runs the prompt's passes and then the recurrence over what was generated, so
+        that `use_cache=False` gives the tokens that a cache gives."""
+        if kwargs.get("cache") is None:
+            kwargs.setdefault("num_passes", self.config.num_prefill_passes)
+            if inputs_embeds is not None and not is_first_iteration:
+                generated = self.get_input_embeddings()(input_ids[:, -kwargs["num_recurrent"] :])
+                inputs_embeds = torch.cat([inputs_embeds, generated], dim=1)
+                is_first_iteration = True  # for transformers: take the embeddings
+        return super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
+        )
+
+    def _update_model_kwargs_for_generation(
+        self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens: int = 1
+    ):
+        if outputs.get("cache") is None:
+            model_kwargs["num_recurrent"] = model_kwargs.get("num_recurrent", 0) + num_new_tokens
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
 
     def _assisted_decoding(self, *args, **kwargs):
         """Candidates must be scored by the recurrence that decoding would run, not by a prefill's passes."""
@@ -279,6 +323,10 @@ def _collected(outputs: list, cache: Cache | None = None) -> LatentModelOutput:
         router_logits=tuple(router_logits) or None,
         pass_hidden_states=tuple(output.last_hidden_state for output in outputs),
     )
+
+
+def _with_cache(outputs: LatentModelOutput, cache: Cache | None) -> LatentModelOutput:
+    return LatentModelOutput(**{**outputs, "cache": cache})
 
 
 def _joined(first: LatentModelOutput, second: LatentModelOutput) -> LatentModelOutput:

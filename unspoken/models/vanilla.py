@@ -1,10 +1,11 @@
 """The plain language model in the latent models' clothes: the baseline, with the same loop, loss and init."""
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from unspoken.config import VanillaConfig
-from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown
+from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
 
 
@@ -26,17 +27,19 @@ class VanillaModel(LatentModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         num_passes: int | str | None = None,
+        prompt_mask: Tensor | None = None,
         **kwargs,
     ) -> LatentModelOutput:
-        """One pass; `num_passes` is accepted for symmetry and must be 1, or "exact", which is the same here."""
+        """One pass. `num_passes` must be 1 or "exact", which is the same here; `prompt_mask` has no state to stop."""
         embeds = self.embed(input_ids, inputs_embeds)
         if num_passes not in (None, 1, "exact"):
             raise ValueError(f"a plain model has one pass; got num_passes={num_passes!r}")
         real = real_positions(attention_mask, embeds.shape[1])
+        embeds = without_pads(embeds, real)
         packed = is_packed(position_ids, real)
         cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
         refuse_unknown(kwargs, ["input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "num_passes"])
-        if packed and attention_mask is not None:
+        if packed or (torch.compiler.is_compiling() and cache is None):
             attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
         outputs = self.backbone(
             inputs_embeds=embeds,
