@@ -21,7 +21,7 @@ from unspoken.config import RecyclerConfig
 from unspoken.latent.cache import RecycledStateLayer, attach_state, fork, recycled_state
 from unspoken.latent.recycle import RecycleAdapter, receiving_positions, shift
 from unspoken.models.backbone import input_multiplier
-from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads, without_pads
+from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
 
 _ARGUMENTS = [

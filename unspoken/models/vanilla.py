@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from unspoken.config import VanillaConfig
-from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads, without_pads
+from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
 
 
