@@ -115,6 +115,8 @@ class LatentModel(LatentPreTrainedModel):
                 "position_ids restart within a row (packed documents) and a cache was asked for: a cache cannot keep "
                 "documents apart. Pass use_cache=False, or one document a row."
             )
+        if cache is not None and use_cache is False:
+            raise ValueError("a cache was given together with use_cache=False; leave one of them out")
         if cache is not None and not isinstance(cache, Cache):
             raise TypeError(f"cache must be a transformers Cache, got {type(cache).__name__}")
         if use_cache is None:
