@@ -13,6 +13,7 @@ from unspoken.data import smollm2
 from unspoken.data.cache import cache_folder, whole_folder
 from unspoken.errors import UnspokenError, UsageError
 from unspoken.models.backbone import family_of
+from unspoken.models.latent_lm import LatentForCausalLM
 
 EMBEDDED = "smollm2"
 SMOLLM2_FORMAT = 1  # raise when what `_embedded_model` writes changes
@@ -47,14 +48,14 @@ def load_source(model: str | Path, dtype: str = "auto") -> tuple[PreTrainedModel
 
 def load_model(
     path: str | Path, device: str = "auto", dtype: str = "auto"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+) -> tuple[LatentForCausalLM, PreTrainedTokenizerBase | None]:
     """Load a latent model for use: in evaluation mode, on `device` ("auto": cuda if there is one).
 
     Raises:
         UsageError: the folder holds a plain model; the message says how to convert it.
     """
     model, tokenizer = load_source(path, dtype)
-    if not isinstance(model.config, LatentConfig):
+    if not isinstance(model, LatentForCausalLM):
         raise UsageError(
             f"{path} is a plain {model.config.model_type} model; make it a latent one first: "
             f"unspoken convert --model {path} --out DIR"

@@ -1,0 +1,86 @@
+"""`unspoken eval`: a table of losses by pass and exactly, the depth curve, eval.json and two plots.
+
+An interrupted run prints and writes what it has, as eval.partial.json, and leaves an older eval.json alone.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
+
+from unspoken.data.tokens import TokenShards, check_embedding_rows
+from unspoken.errors import UnspokenError, UsageError
+from unspoken.eval.perplexity import Scores, prepare_scores, score, work
+from unspoken.eval.report import Evaluation, print_table, write
+from unspoken.eval.rows import cut_rows
+from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.load import load_model
+
+INTERRUPTED = 130
+
+
+def main(args: argparse.Namespace) -> int:
+    out = _output_folder(args)
+    shards = TokenShards.open(args.data, args.split, verify=True)
+    rows = cut_rows(shards, args.sequence_length, args.max_sequences)
+    model, tokenizer = load_model(args.model, args.device, args.dtype)
+    _check_fit(args, model, tokenizer, shards)
+    scores = prepare_scores(model, rows, max(args.num_passes, args.depth), not args.no_exact)
+    finished = _score_with_progress(model, scores, args.batch_size)
+    evaluation = Evaluation(args, model, shards, scores)
+    written = ""
+    if evaluation.losses:
+        print_table(evaluation, Console())
+        written = f"written: {write(evaluation, out)}"
+    if finished:
+        print(written)
+        return 0
+    Console(stderr=True).print(
+        f"interrupted: {int(scores.done.sum())} of {len(rows)} sequences were scored; {written}", soft_wrap=True
+    )
+    return INTERRUPTED
+
+
+def _output_folder(args: argparse.Namespace) -> Path:
+    if args.depth < 0:
+        raise UsageError(f"--depth is {args.depth}; it must be at least 1, or 0 for no curve")
+    if args.num_passes < 1:
+        raise UsageError(f"--num-passes is {args.num_passes}; it must be at least 1")
+    out = Path(args.out or args.model)
+    if args.out:
+        out.mkdir(parents=True, exist_ok=True)
+    elif not out.is_dir():
+        raise UsageError(f"{args.model} is not a local folder, so there is no place for the results; give --out DIR")
+    return out
+
+
+def _check_fit(
+    args: argparse.Namespace,
+    model: LatentForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    shards: TokenShards,
+) -> None:
+    """Refuse data that the model cannot read: another tokenizer's, or sequences longer than its context."""
+    check_embedding_rows(shards.vocab_size, model.config.vocab_size)
+    if tokenizer is not None and tokenizer.get_vocab() != shards.load_tokenizer().get_vocab():
+        raise UnspokenError(
+            f"{args.data} was tokenised with another tokenizer than that of {args.model}; "
+            f"prepare the data again with --tokenizer {args.model}"
+        )
+    context = getattr(model.config.text_config, "max_position_embeddings", None)
+    if context and args.sequence_length > context:
+        raise UsageError(f"--sequence-length is {args.sequence_length}, but the model's context is {context} tokens")
+
+
+def _score_with_progress(model: LatentForCausalLM, scores: Scores, batch_size: int) -> bool:
+    """Score all rows; False if the user stopped it."""
+    columns = (TextColumn("scoring"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("scoring", total=work(scores))
+        try:
+            score(model, scores, batch_size, lambda tokens: progress.advance(task, tokens))
+        except KeyboardInterrupt:
+            return False
+    return True
