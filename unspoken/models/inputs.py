@@ -43,13 +43,20 @@ def is_packed(position_ids: Tensor | None, real: Tensor | None) -> bool:
 def document_mask(
     config: PreTrainedConfig, embeds: Tensor, attention_mask: Tensor | dict | None, position_ids: Tensor | None
 ) -> Tensor | dict | None:
-    """Isolate packed documents under a 2D attention mask, where transformers would let them see each other.
+    """Isolate packed documents where transformers would let them see each other.
 
-    Without a mask transformers isolates documents by their position ids; with one, of ones even, it does not.
-    Returns the 4D mask of the backbone's family (one for each layer type where it has several).
+    Without a mask most bodies isolate documents by their position ids (GPT-OSS does not); with one, of ones even, none
+    does. Returns the 4D mask of the backbone's family (one for each layer type where it has several).
+
+    Raises:
+        ValueError: the attention backend takes no such mask (flash attention) and would mix the documents.
     """
-    if position_ids is None or not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        return attention_mask  # a caller's own 4D mask says who sees whom
+    if isinstance(attention_mask, Tensor):
+        is_callers_own = attention_mask.ndim != 2  # a 4D mask says who sees whom
+    else:
+        is_callers_own = attention_mask is not None
+    if position_ids is None or is_callers_own:
+        return attention_mask
     position_ids = position_ids.expand(embeds.shape[0], -1)
     starts = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     document = starts.cumsum(-1)
@@ -57,6 +64,12 @@ def document_mask(
     def same_document(batch, head, query, key):
         return document[batch, query] == document[batch, key]
 
-    return create_masks_for_generate(
-        config, embeds, attention_mask, cache=None, position_ids=position_ids, and_mask_function=same_document
-    )
+    # Without position_ids: transformers would count the indices that it gives to `same_document` from each document.
+    masks = create_masks_for_generate(config, embeds, attention_mask, cache=None, and_mask_function=same_document)
+    for mask in masks.values() if isinstance(masks, dict) else [masks]:
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            raise ValueError(
+                f"attention {config.get_text_config()._attn_implementation!r} cannot keep packed documents apart under "
+                'an attention_mask with pads; pass attention_mask=None, or use attn_implementation="sdpa"'
+            )
+    return masks
