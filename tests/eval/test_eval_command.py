@@ -29,6 +29,9 @@ def test_table_json_and_plots(model_folder, data_folder, capsys):
     assert report["depth_curve"]["losses"][1] == report["results"]["k=2"]["loss"]
     assert report["versions"]["transformers"] and report["model"]["weights_sha256"] and report["data"]["fingerprint"]
     assert f"{report['results']['exact']['loss']:.4f}" in printed
+    rows = report["rows"]
+    assert list(rows["nats"]) == ["k=1", "k=2", "k=3", "k=4", "k=5", "exact"] and len(rows["document"]) == 12
+    assert sum(rows["nats"]["exact"]) / sum(rows["targets"]) == pytest.approx(report["results"]["exact"]["loss"])
     for plot in (PASSES_PLOT, DEPTH_PLOT):
         assert (model_folder / plot).read_bytes().startswith(b"\x89PNG")
 

@@ -127,6 +127,17 @@ def as_dict(evaluation: Evaluation) -> dict:
             **{name: version(name) for name in ("unspoken", "torch", "transformers")},
             "torch_threads": torch.get_num_threads(),
         },
+        "rows": _rows(scores),
+    }
+
+
+def _rows(scores: Scores) -> dict:
+    """Document, targets and summed nats of each piece of text: what comparing two models on the same text needs."""
+    done = [row for row, is_done in zip(scores.rows, scores.done) if is_done]
+    return {
+        "document": [row.document for row in done],
+        "targets": [row.num_targets for row in done],
+        "nats": {name: nats[scores.done].tolist() for name, nats in scores.nats.items()},
     }
 
 
