@@ -91,10 +91,8 @@ def test_editing_one_document_moves_no_bit_of_another(name, mode):
             assert torch.equal(a[1], b[1])
 
 
-@pytest.mark.parametrize(
-    "options", [{"use_cache": True}, {"cache": DynamicCache()}, {"past_key_values": DynamicCache()}]
-)
-def test_a_cache_for_packed_documents_is_refused(options):
+@pytest.mark.parametrize("ask", ["use_cache", "cache", "past_key_values"])
+def test_a_cache_for_packed_documents_is_refused(ask):
     """B58: a cache cannot keep documents apart, and transformers mixes them without a word."""
     ids, positions = packed(documents())
     with pytest.raises(ValueError, match=r"packed documents.*use_cache=False"):
