@@ -1,6 +1,7 @@
 """Pretrained checkpoint -> latent model, and back. Weights are moved, never copied or changed."""
 
 import argparse
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,23 +59,21 @@ def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **con
 def export_backbone(latent: LatentForCausalLM) -> PreTrainedModel:
     """The plain transformers model inside a latent one: what the latent model computes without recycling.
 
-    Weights are shared with the latent model. An `embedding_scale` is multiplied into the embedding, which then no
-    longer equals the head, so a tied model comes out untied.
+    Weights are shared with the latent model, unless it has an `embedding_scale`: that is multiplied into a copy's
+    embedding, which then no longer equals the head, so a tied model comes out untied.
     """
     config = plain_config(latent.config.text_config)
     scale = latent.config.embedding_scale
     body, head = latent.model.backbone, latent.lm_head
+    if scale != 1.0:
+        body = copy.deepcopy(body)
+        embedding = body.get_input_embeddings()
+        embedding.weight = nn.Parameter(embedding.weight.detach() * scale)
     config.tie_word_embeddings = latent.config.tie_word_embeddings and scale == 1.0
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=latent.dtype)
     setattr(plain, plain.base_model_prefix, body)
     plain.set_output_embeddings(head)
-    if scale != 1.0:
-        embedding = body.get_input_embeddings()
-        rows, width = embedding.weight.shape
-        scaled = nn.Embedding(rows, width, padding_idx=embedding.padding_idx, device="meta")
-        scaled.weight = nn.Parameter(embedding.weight.detach() * scale)
-        plain.set_input_embeddings(scaled)
     plain.generation_config = latent.generation_config
     return plain
 

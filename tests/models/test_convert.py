@@ -1,0 +1,137 @@
+"""Conversion moves weights and changes nothing: the converted model equals its source, and the way back too."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+import unspoken
+from unspoken.config import RecyclerConfig, VanillaConfig, scaled_init
+from unspoken.errors import UnspokenError, UnsupportedBackboneError, UsageError
+from unspoken.models.convert import convert, export_backbone, save
+from unspoken.models.load import load_model, load_source
+
+IDS = torch.tensor([[5, 9, 2, 31, 7, 11, 3], [1, 1, 60, 22, 8, 4, 17]])
+
+
+def tiny_llama(tied: bool = True) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("method", ["recycler", "vanilla"])
+def test_round_trip_through_folders_is_bit_exact(tmp_path, tied, method):
+    source = tiny_llama(tied)
+    expected = source(IDS).logits
+    source.save_pretrained(tmp_path / "source")
+
+    save(convert(tmp_path / "source", method), None, tmp_path / "latent")
+    latent, tokenizer = load_model(tmp_path / "latent")
+    assert tokenizer is None
+    assert torch.equal(latent(IDS).logits, expected)
+    assert (latent.lm_head.weight is latent.get_input_embeddings().weight) == tied
+
+    save(export_backbone(latent), None, tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert type(plain) is LlamaForCausalLM
+    assert torch.equal(plain(IDS).logits, expected)
+    assert set(plain.state_dict()) == set(source.state_dict())
+
+
+def test_export_folds_the_embedding_scale_and_unties():
+    """A model trained here from scratch scales its embeddings; a plain Llama cannot, so its embedding must carry it."""
+    init = scaled_init(32)
+    text_config = LlamaConfig(**{**tiny_llama().config.to_dict(), "initializer_range": init["initializer_range"]})
+    latent = unspoken.RecyclerForCausalLM(
+        RecyclerConfig(text_config=text_config, embedding_scale=init["embedding_scale"])
+    ).eval()
+    expected = latent(IDS, num_passes=1).logits
+    plain = export_backbone(latent)
+    assert torch.equal(plain(IDS).logits, expected)
+    assert not plain.config.tie_word_embeddings
+    assert torch.equal(latent(IDS, num_passes=1).logits, expected), "export must not change the latent model"
+
+
+def test_a_trained_plain_model_goes_on_as_a_recycler():
+    plain = unspoken.VanillaForCausalLM(VanillaConfig(text_config=tiny_llama().config, embedding_scale=3.0)).eval()
+    expected = plain(IDS).logits
+    recycler = convert(plain, "recycler", num_train_passes=3)
+    assert recycler.config.embedding_scale == 3.0
+    assert recycler.config.num_train_passes == 3
+    assert torch.equal(recycler(IDS, num_passes=3).logits, expected)
+    with pytest.raises(UsageError, match="already"):
+        convert(recycler, "recycler")
+
+
+def test_the_adapter_is_trainable_from_zero():
+    model = convert(tiny_llama(), "recycler").train()
+    weight = model.model.adapter.proj.weight
+    assert not weight.any()
+    assert torch.equal(model.model.adapter.norm.weight, torch.ones(32))
+    model(IDS, labels=IDS).loss.backward()
+    assert weight.grad.norm() > 0
+
+
+def test_an_unsupported_family_is_named(tmp_path):
+    config = OPTConfig(
+        vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
+    )
+    model = OPTForCausalLM(config)
+    with pytest.raises(UnsupportedBackboneError, match="'opt' is not supported.*llama"):
+        convert(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedBackboneError, match="'opt'"):
+        load_source(tmp_path)
+
+
+def test_incomplete_checkpoints_are_refused(tmp_path):
+    """transformers loads a checkpoint that lacks weights with random ones and a warning."""
+    from safetensors.torch import load_file, save_file
+
+    tiny_llama().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnspokenError, match="lacks 1 of the model's weights.*up_proj"):
+        load_source(tmp_path)
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "unspoken.cli", *args], capture_output=True, text=True, check=False)
+
+
+def test_command_line(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "source")
+    source, out = str(tmp_path / "source"), str(tmp_path / "out")
+    done = run("convert", "--model", source, "--out", out, "--num-prefill-passes", "1")
+    assert done.returncode == 0, done.stderr
+    assert "bit for bit" in done.stdout
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_prefill_passes"] == 1
+
+    for args, status, message in [
+        (("--model", source, "--out", out), 2, "exists"),
+        (("--model", str(tmp_path / "nothing"), "--out", out + "2"), 1, "no such folder"),
+        (("--model", str(tmp_path), "--out", out + "2"), 1, "no config.json"),
+        (("--model", out, "--out", out + "2"), 2, "already"),
+        (("--model", source, "--out", out + "2", "--export-backbone"), 2, "plain llama"),
+        (("--model", source, "--out", out + "2", "--method", "looped"), 2, "invalid choice"),
+    ]:
+        done = run("convert", *args)
+        assert done.returncode == status, (args, done.stderr)
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "out2").exists()
