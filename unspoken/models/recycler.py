@@ -269,6 +269,9 @@ class RecyclerForCausalLM(LatentForCausalLM):
         """A prompt prefilled in chunks keeps every pass's keys and values until decoding, so chunks change nothing."""
         if generation_config.prefill_chunk_size is not None:
             model_kwargs = {**model_kwargs, "in_chunks": True}
+            cache = model_kwargs.get("cache")
+            if cache is not None and (state := recycled_state(cache)) is not None:
+                state.end_chunks()  # of an earlier prompt
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, **kwargs):
