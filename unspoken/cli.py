@@ -102,7 +102,7 @@ def _data(commands) -> None:
     )
     p.add_argument("--out", required=True, help="folder to write")
     p.add_argument(
-        "--tokenizer", default="bpe:4096", help="`bpe:SIZE` (trained on the train split), `smollm2`, folder or name"
+        "--tokenizer", default="bpe:4096", help="`bpe:SIZE` (trained on the text), `smollm2`, folder or name"
     )
     p.add_argument("--text-field", default="text", help="field that holds the text in JSONL and parquet rows")
     p.add_argument("--on-bad-line", choices=["error", "skip"], default="error", help="stop at bad rows, or count them")

@@ -42,6 +42,8 @@ def open_corpus(name: str, deduplicator: Deduplicator, options: CorpusOptions) -
 
     A source is fetched when it is reached. Raises UsageError for what cannot be a corpus.
     """
+    if not name.strip():
+        raise UsageError("--corpus is empty")
     if name in CORPORA:
         for source in CORPORA[name]:
             yield _package_stream(source, deduplicator)
@@ -96,12 +98,13 @@ def listed_bad_rows(bad: list[BadRow]) -> str:
 
 
 def _dataset_stream(name: str, options: CorpusOptions) -> Stream:
-    """Read the train split of a `datasets` data set: `name`, `name:configuration`, or a folder it was saved
-    to.
+    """Read the train split of a `datasets` data set: `name`, `name:configuration`, or a folder it was saved to.
+
+    Empty rows are common in data sets and are only counted.
     """
     looks_like_file = name.endswith(ENDINGS) or name.startswith((".", "/", "~"))
-    if looks_like_file or not name.strip():
-        raise UsageError(f"{name} does not exist")
+    if looks_like_file and not Path(name).exists():
+        raise UsageError(f"{name!r} does not exist")
     known = [*CORPORA, STDLIB]
     if nearest(name, known) and "/" not in name:
         raise UsageError(f"unknown corpus {name!r}{nearest(name, known)}")
@@ -117,10 +120,10 @@ def _dataset_stream(name: str, options: CorpusOptions) -> Stream:
             text = row[options.text_field]
             if isinstance(text, str) and text.strip():
                 yield _local_document("dataset", text)
-            elif options.on_bad_line == "skip":
+            elif text is None or isinstance(text, str):
                 dropped["empty_text"] += 1
             else:
-                raise UnspokenError(f"{name}: row {number} has no text; --on-bad-line skip leaves such rows out")
+                raise UsageError(f"{name}: field {options.text_field!r} of row {number} is no text; see --text-field")
 
     return Stream(name, documents(), dropped, lambda: {"dataset": name})
 

@@ -42,7 +42,7 @@ _RST_INLINE = [
     (re.compile(r"`([^`<]+?)\s*<[^`>]*>`__?"), r"\1"),
     (re.compile(r"`([^`]+)`_{0,2}"), r"\1"),
     (re.compile(r"(?<!\w)\*\*(\S(?:.*?\S)?)\*\*"), r"\1"),
-    (re.compile(r"(?<![\w*])\*([^\s*](?:[^*]*[^\s*])?)\*(?!\w)"), r"\1"),
+    (re.compile(r"(?<![\w*\\])\*([^\s*](?:[^*]*[^\s*\\])?)\*(?!\w)"), r"\1"),
     (re.compile(r"\s?\[(?:#\w*|\*|\d+|\w+)\]_"), ""),
     (re.compile(r"\|(\S[^|]*\S)\|"), r"\1"),
     (re.compile(r"\b(\w+)__?(?=[\s.,;:)]|$)"), r"\1"),
@@ -159,7 +159,7 @@ def _rst_inline(text: str) -> str:
     text = re.sub(r"^:[^:`]+:\s+", "", text)
     for pattern, replacement in _RST_INLINE:
         text = pattern.sub(replacement, text)
-    return text
+    return " ".join(text.split())
 
 
 def pod_text(data: bytes) -> str:

@@ -70,8 +70,11 @@ def prepare(options: PrepareOptions, out: Path, overwrite: bool = False, console
     Equal inputs, options and package versions give equal shards. Raises UsageError for bad options or an
     `out` that exists, UnspokenError for bad rows, a failed download, or no text at all.
     """
-    if out.exists() and not overwrite:
-        raise UsageError(f"{out} exists; --overwrite replaces it")
+    if out.exists():
+        if not overwrite:
+            raise UsageError(f"{out} exists; --overwrite replaces it")
+        if not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
+            raise UsageError(f"{out} is no prepared data folder and will not be replaced; give another --out")
     if options.max_document_chars < 1:
         raise UsageError(f"--max-document-chars is {options.max_document_chars}; it must be at least 1")
     bpe_size = parse_bpe_size(options.tokenizer)
@@ -84,7 +87,11 @@ def prepare(options: PrepareOptions, out: Path, overwrite: bool = False, console
         order = _shuffled_order(spool.documents, options.seed)
         tokenizer = existing or _train_tokenizer(spool, order, bpe_size or 0, progress)
         tokenizer.save_pretrained(folder / "tokenizer")
-        manifest: dict[str, Any] = {"format": FORMAT, "unspoken": version("unspoken"), "options": vars(options)}
+        manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "unspoken": version("unspoken"),
+            "options": vars(options) | {"corpora": [*options.corpora]},
+        }
         manifest |= _write_shards(folder, spool, order, tokenizer, sources, progress)
         manifest["notices"] = [*spool.notices, *notices]
         spool.path.unlink()

@@ -45,6 +45,8 @@ class _Reader:
             self.take(self.integers(1)[0])
 
     def take(self, size: int) -> bytes:
+        if size < 0 or self.place + size > len(self.data):
+            raise UnspokenError("the RDS stream ends too early")
         self.place += size
         return self.data[self.place - size : self.place]
 
@@ -76,15 +78,15 @@ class _Reader:
         return {tag: head} | (self.value() or {})
 
     def vector(self, kind: int, flags: int) -> Any:
+        if kind not in (_LOGICAL, _INTEGER, _REAL, _STRINGS, _LIST):
+            raise UnspokenError(f"R type {kind} is not one this reader knows")
         size = self.integers(1)[0]
         if kind in (_LOGICAL, _INTEGER):
             items: list[Any] = self.integers(size)
         elif kind == _REAL:
             items = list(struct.unpack(f">{size}d", self.take(8 * size)))
-        elif kind in (_STRINGS, _LIST):
-            items = [self.value() for _ in range(size)]
         else:
-            raise UnspokenError(f"R type {kind} is not one this reader knows")
+            items = [self.value() for _ in range(size)]
         attributes = self.value() if flags & _HAS_ATTRIBUTES else {}
         names = attributes.get("names") if kind == _LIST else None
         return dict(zip(names, items, strict=True)) if names else items

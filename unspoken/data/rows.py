@@ -104,7 +104,7 @@ def _read_jsonl(path: Path, file: IO[bytes], text_field: str) -> Iterator[Row | 
             if number == 1 and raw.startswith(_UTF16_MARKS):
                 return
         elif line.strip():
-            yield _parsed(path, number, line, text_field)
+            yield _parsed(path, number, line.rstrip(), text_field)
             num_rows += 1
     if not num_rows:
         yield BadRow(path, 0, "empty_file", "the file has only blank lines")

