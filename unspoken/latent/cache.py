@@ -12,13 +12,15 @@ from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, StaticCach
 
 from unspoken.errors import CacheError
 
+KEPT_STATES = 128  # before the latest forward: a draft model is rolled back over all the tokens that it proposed
+
 
 class RecycledStateLayer(DummyLayer):
     """Holds the hidden states that may be recycled next; keeps no keys or values.
 
-    `states` [B, W, d]: the state before the latest forward, then one for each of its tokens, zero at pads; the last
-    one is recycled into the next token. W states are kept so that `crop` can undo up to the latest forward; a static
-    cache keeps the last one alone, at a fixed address.
+    `states` [B, W, d]: the last of the states before the latest forward, then one for each of its tokens, zero at
+    pads; the last one is recycled into the next token. W states are kept so that `crop` can undo the latest forward,
+    and a number of tokens before it. A static cache keeps the last one alone, at a fixed address, and has no `crop`.
 
     While a prompt is prefilled in chunks, `chunk_caches[i]` and `chunk_states[i]` hold pass i+1's keys and values,
     and its last state, of the chunks so far.
@@ -29,6 +31,7 @@ class RecycledStateLayer(DummyLayer):
     def __init__(self, static: bool = False):
         super().__init__()
         self.static = static
+        self.is_croppable = not static
         self.states: Tensor | None = None
         self.is_empty = True
         self.chunk_caches: list[Cache] = []
@@ -50,7 +53,7 @@ class RecycledStateLayer(DummyLayer):
         elif self.is_empty:
             self.states = hidden_states
         else:
-            kept = self.states if in_same_forward else self.states[:, -1:]
+            kept = self.states if in_same_forward else self.states[:, -KEPT_STATES:]
             self.states = torch.cat([kept, hidden_states], dim=1)
         self.is_empty = False
 
@@ -60,8 +63,8 @@ class RecycledStateLayer(DummyLayer):
             return
         if self.states.shape[1] <= tokens_to_remove:
             raise CacheError(
-                f"cannot remove {tokens_to_remove} tokens from a recycling cache: the states of the latest forward "
-                f"({self.states.shape[1]}) are kept, no more. Keep a copy of the cache from before instead "
+                f"cannot remove {tokens_to_remove} tokens from a recycling cache: it keeps the last "
+                f"{self.states.shape[1]} states, no more. Keep a copy of the cache from before instead "
                 "(copy.deepcopy(cache)), or start again from the tokens."
             )
         self.states = self.states[:, :-tokens_to_remove]
