@@ -1,0 +1,127 @@
+"""Adapter and shift, against their definitions position by position."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unspoken.latent.recycle import RecycleAdapter, receiving_positions, shift
+
+
+def states(batch: int = 2, length: int = 5, width: int = 3) -> torch.Tensor:
+    return torch.randn(batch, length, width, dtype=torch.float64)
+
+
+def test_the_adapter_is_a_linear_map_of_the_normed_state():
+    """Eq. 2, with its own norm weight."""
+    adapter = RecycleAdapter(3, eps=1e-6).double()
+    torch.nn.init.normal_(adapter.proj.weight)
+    torch.nn.init.normal_(adapter.norm.weight)
+    h = states()
+    normed = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt() * adapter.norm.weight
+    torch.testing.assert_close(adapter(h), normed @ adapter.proj.weight.T)
+
+
+def test_nothing_recycled_adds_exactly_nothing():
+    """No bias anywhere: pads, document starts and prompts are zeroed once, before the adapter."""
+    adapter = RecycleAdapter(3)
+    torch.nn.init.normal_(adapter.proj.weight)
+    assert torch.equal(adapter(torch.zeros(2, 4, 3)), torch.zeros(2, 4, 3))
+    assert {name for name, _ in adapter.named_parameters()} == {"norm.weight", "proj.weight"}
+
+
+def test_shift_moves_states_one_position_to_the_right():
+    h = states()
+    shifted = shift(h, receives=None)
+    assert torch.equal(shifted[:, 1:], h[:, :-1])
+    assert not shifted[:, 0].any()
+
+
+def test_shift_begins_with_the_state_before():
+    h, previous = states(), states(length=1)
+    assert torch.equal(shift(h, None, previous)[:, :1], previous)
+    receives = torch.tensor([[True] * 5, [False, *[True] * 4]])
+    shifted = shift(h, receives, previous)
+    assert torch.equal(shifted[0, 0], previous[0, 0])
+    assert not shifted[1, 0].any()
+
+
+def test_shift_of_one_position_is_the_state_before():
+    h, previous = states(length=1), states(length=1)
+    assert torch.equal(shift(h, None, previous), previous)
+    assert torch.equal(shift(h, None), torch.zeros_like(h))
+
+
+def test_what_is_not_received_is_never_read():
+    """Hidden states at pads may be NaN: 0 * NaN would be NaN, in the output and in the gradient."""
+    h = states()
+    h[0, 1] = float("nan")
+    h.requires_grad_()
+    receives = torch.ones(2, 5, dtype=torch.bool)
+    receives[0, 2] = False
+    shifted = shift(h, receives)
+    assert torch.isfinite(shifted).all()
+    (gradient,) = torch.autograd.grad(shifted.square().sum(), h)
+    assert torch.isfinite(gradient).all()
+    assert not gradient[0, 1].any()
+    assert gradient[1, 1].all()
+
+
+def by_definition(real, position_ids, prompt_mask, batch, length) -> list[list[bool]]:
+    """Position t reads t-1 if that is a real token of the same document and t is not of a prompt."""
+    rows = [[True] * length for _ in range(batch)]
+    for b in range(batch):
+        for t in range(length):
+            if t > 0 and real is not None:
+                rows[b][t] &= bool(real[b, t - 1])
+            if t > 0 and position_ids is not None:
+                rows[b][t] &= bool(position_ids[b, t] == position_ids[b, t - 1] + 1)
+            if prompt_mask is not None:
+                rows[b][t] &= not prompt_mask[b, t]
+    return rows
+
+
+@st.composite
+def batches(draw):
+    batch, length = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+
+    def rows(strategy):
+        row = st.lists(strategy, min_size=length, max_size=length)
+        return st.lists(row, min_size=batch, max_size=batch)
+
+    real = draw(st.none() | rows(st.booleans()).map(torch.tensor))
+    prompt_mask = draw(st.none() | rows(st.booleans()).map(torch.tensor))
+    starts = draw(st.none() | rows(st.booleans()))
+    positions = None
+    if starts is not None:
+        positions = torch.zeros(batch, length, dtype=torch.long)
+        for b in range(batch):
+            for t in range(1, length):
+                positions[b, t] = 0 if starts[b][t] else positions[b, t - 1] + 1
+    return real, positions, prompt_mask, batch, length
+
+
+@given(batches())
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_receiving_positions_by_definition(batch):
+    real, positions, prompt_mask, size, length = batch
+    receives = receiving_positions(real, positions, prompt_mask)
+    expected = by_definition(real, positions, prompt_mask, size, length)
+    if receives is None:
+        assert all(all(row) for row in expected)
+    else:
+        assert receives.dtype == torch.bool
+        assert receives.expand(size, length).tolist() == expected
+
+
+def test_positions_of_one_row_hold_for_all():
+    """transformers passes position ids [1, T] for a batch."""
+    real = torch.ones(3, 4, dtype=torch.bool)
+    receives = receiving_positions(real, torch.tensor([[0, 1, 0, 1]]))
+    assert receives.tolist() == [[True, True, False, True]] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+def test_a_prompt_mask_may_be_bool_or_int(dtype):
+    mask = torch.tensor([[1, 1, 0, 0]]).to(dtype)
+    assert receiving_positions(None, None, mask).tolist() == [[False, False, True, True]]
