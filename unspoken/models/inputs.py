@@ -9,13 +9,27 @@ from transformers.utils.generic import TransformersKwargs
 from unspoken.errors import nearest
 
 _PASSED_ON = set(TransformersKwargs.__annotations__)
+_ARGUMENTS = [
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "inputs_embeds",
+    "labels",
+    "use_cache",
+    "num_passes",
+    "prompt_mask",
+    "logits_to_keep",
+    "skip_logits",
+]
 
 
-def refuse_unknown(kwargs: dict, known: list[str]) -> None:
+def refuse_unknown(kwargs: dict) -> None:
     """transformers' bodies swallow what they do not know; a misspelled argument of ours must not vanish in there."""
     for key in kwargs:
         if key not in _PASSED_ON:
-            raise TypeError(f"forward() got an unexpected argument {key!r}{nearest(key, known + sorted(_PASSED_ON))}")
+            valid = _ARGUMENTS + sorted(_PASSED_ON)
+            raise TypeError(f"forward() got an unexpected argument {key!r}{nearest(key, valid)}")
 
 
 def real_positions(attention_mask: Tensor | dict | None, num_tokens: int) -> Tensor | None:

@@ -178,10 +178,8 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         """
         if labels is not None and use_cache is None:
             use_cache = False
-        if output_router_logits is None:
-            output_router_logits = getattr(self.config.text_config, "output_router_logits", False)
-        if output_router_logits:
-            kwargs["output_router_logits"] = True
+        if output_router_logits is not None:  # otherwise as the backbone's configuration says
+            kwargs["output_router_logits"] = output_router_logits
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

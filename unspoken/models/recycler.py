@@ -24,16 +24,6 @@ from unspoken.models.backbone import input_multiplier
 from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
 
-_ARGUMENTS = [
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "cache",
-    "inputs_embeds",
-    "num_passes",
-    "prompt_mask",
-]
-
 
 @dataclass
 class _Tokens:
@@ -111,7 +101,7 @@ class RecyclerModel(LatentModel):
         embeds = without_pads(embeds, real)
         packed = is_packed(position_ids, real)
         cache, asked = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(kwargs, _ARGUMENTS)
+        refuse_unknown(kwargs)
         if prompt_mask is not None and prompt_mask.shape != embeds.shape[:2]:
             raise ValueError(
                 f"prompt_mask must be [batch, tokens] = {tuple(embeds.shape[:2])}, got {tuple(prompt_mask.shape)}"

@@ -38,7 +38,7 @@ class VanillaModel(LatentModel):
         embeds = without_pads(embeds, real)
         packed = is_packed(position_ids, real)
         cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(kwargs, ["input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "num_passes"])
+        refuse_unknown(kwargs)
         if packed or (torch.compiler.is_compiling() and cache is None):
             attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
         outputs = self.backbone(
