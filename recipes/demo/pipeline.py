@@ -1,0 +1,235 @@
+"""Stages of commands: shown before they run, side by side in lanes, skipped when done, gone on with when stopped.
+
+    OUT/commands/NAME.json   what ran, how it ended and what it cost
+    OUT/commands/NAME.log    what it printed
+
+A command is done when its record says so, its words are those of the record, its output is there, and nothing it
+needs was made after it. Anything else is run again; a training run that was stopped goes on from its checkpoint.
+"""
+
+import shlex
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from command import RESUME, Command, Record, Running
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.rule import Rule
+from rich.text import Text
+
+from unspoken.errors import UnspokenError, UsageError
+
+POLL_SECONDS = 0.2
+LINE_EVERY_SECONDS = 20  # without a terminal
+STOP_SECONDS = 120  # a training step and its checkpoint
+FOLDER = "commands"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Commands of one lane run one after the other, the lanes side by side."""
+
+    title: str
+    purpose: str
+    lanes: Sequence[Sequence[Command]]
+
+
+class CommandFailed(UnspokenError):
+    """A command ended with an exit status that is not 0."""
+
+
+class Pipeline:
+    """Runs stages into `out`. `program` is what stands before a command's words.
+
+    Raises:
+        UsageError: `out` holds something else.
+    """
+
+    def __init__(self, out: Path, stages: Sequence[Stage], program: Sequence[str], console: Console):
+        self.out, self.stages, self.program, self.console = out, stages, program, console
+        self.began = time.monotonic()
+        self.ran: set[str] = set()
+        self.notes: dict[str, str] = {}
+        if out.exists() and not (out / FOLDER).is_dir() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} holds other things; give a new or empty folder with --out")
+
+    def run(self) -> None:
+        """Run what is not done.
+
+        Raises:
+            CommandFailed: says which command, and the end of what it printed.
+            KeyboardInterrupt: once the running commands have saved what they can.
+        """
+        (self.out / FOLDER).mkdir(parents=True, exist_ok=True)
+        for number, stage in enumerate(self.stages):
+            self.console.print()
+            self.console.print(Rule(f"[bold]{number + 1}/{len(self.stages)}  {escape(stage.title)}[/]", align="left"))
+            times = self._times(self._left(stage) + sum(map(self._left, self.stages[number + 1 :])))
+            self.console.print(f"{escape(stage.purpose)} [dim]({times})[/]", highlight=False)
+            self._run_stage(stage, later=sum(map(self._left, self.stages[number + 1 :])))
+
+    def forget(self) -> None:
+        """Delete what earlier runs of these stages made, and nothing else."""
+        for stage in self.stages:
+            for command in _commands(stage):
+                _delete(command.output)
+        _delete(self.out / FOLDER)
+
+    def record(self, name: str) -> Record | None:
+        return Record.read(self._record_path(name))
+
+    def is_done(self, command: Command) -> bool:
+        record = self.record(command.name)
+        if record is None or record.status != "done" or not command.output.exists():
+            return False
+        forms = [command.words, *([command.instead[1]] if command.instead else [])]
+        return tuple(record.words) in forms and self._is_newer_than_needs(record, command)
+
+    def typed(self, words: Sequence[str]) -> str:
+        """A command as a person would type it."""
+        program, here = Path(sys.executable).with_name("unspoken"), Path.cwd()
+        if not program.is_file():
+            return shlex.join(["unspoken", *words])
+        return shlex.join([str(program.relative_to(here) if program.is_relative_to(here) else program), *words])
+
+    def _run_stage(self, stage: Stage, later: float) -> None:
+        queues = [deque(lane) for lane in stage.lanes]
+        running: dict[int, Running] = {}
+        live = Live(console=self.console, refresh_per_second=4, transient=True)
+        try:
+            if self.console.is_terminal:
+                live.start()
+            while any(queues) or running:
+                for lane, queue in enumerate(queues):
+                    if lane in running and running[lane].has_ended():
+                        self._finish(running.pop(lane), queue)
+                    if lane not in running and queue:
+                        self._take(queue.popleft(), lane, running)
+                self._show(live, running, later + self._stage_left(queues, running))
+                time.sleep(POLL_SECONDS if running else 0)
+        finally:  # nothing is running where all went well
+            live.stop()
+            self._stop(running)
+
+    def _take(self, command: Command, lane: int, running: dict[int, Running]) -> None:
+        if self.is_done(command):
+            self.console.print(f"  [dim]done before: {command.name}[/]", highlight=False)
+            return
+        words = self._words(command)
+        self.console.print(f"  [cyan]$ {escape(self.typed(words))}[/]", soft_wrap=True, highlight=False)
+        path = self._record_path(command.name)
+        running[lane] = Running(command, words, self.program, path.with_suffix(".log"), self.record(command.name))
+        running[lane].record("stopped").write(path)  # true if neither it nor we are heard of again
+
+    def _words(self, command: Command) -> list[str]:
+        """The words to run now: with `--resume` if they can go on, else with the place for them cleared."""
+        record, words = self.record(command.name), list(command.words)
+        was_begun = command.can_resume and command.output.exists() and record is not None and record.words == words
+        if was_begun and record.status != "done" and self._is_newer_than_needs(record, command):
+            return [*words, RESUME]
+        _delete(command.output)
+        _delete(self._record_path(command.name))
+        return words
+
+    def _finish(self, one: Running, queue: deque[Command]) -> None:
+        """Record how a command ended; if it has another form for this failure, that one is next in the lane."""
+        command, path = one.command, self._record_path(one.command.name)
+        if one.status == 0 and command.output.exists():
+            record = one.record("done", self.notes.get(command.name, ""))
+            record.write(path)
+            self.ran.add(command.name)
+            cost = f"{duration(record.wall_seconds)}, {record.cpu_seconds:.0f} CPU seconds"
+            self.console.print(f"  [green]done[/]  {command.name} [dim]({cost})[/]", highlight=False)
+            return
+        printed = one.tail(12)
+        if command.instead and command.instead[0] in printed:
+            self.notes[command.name] = f"`unspoken {shlex.join(command.words)}` failed: {printed}"
+            self.console.print(f"  [yellow]{command.name} failed, so another form of it runs:[/] {escape(printed)}")
+            queue.appendleft(replace(command, words=command.instead[1], instead=None))
+            return
+        one.record("failed").write(path)
+        missing = f", but left no {command.output}" if one.status == 0 else ""
+        raise CommandFailed(
+            f"{command.name} ended with exit status {one.status}{missing}. The end of {one.log}:\n\n{printed}\n\n"
+            f"To try it again by itself:\n  {self.typed(one.words)}\nThe demo, run again, goes on from there."
+        )
+
+    def _stop(self, running: dict[int, Running]) -> None:
+        """Let running commands end by themselves, as at a Ctrl-C, and note that they were stopped."""
+        if not running:
+            return
+        self.console.print("  stopping; training runs save a checkpoint first (once more: do not wait)")
+        deadline = time.monotonic() + STOP_SECONDS
+        for one in running.values():
+            one.interrupt()
+        try:
+            while not all([one.has_ended() for one in running.values()]) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        finally:
+            for one in running.values():
+                one.kill()
+                one.record("stopped").write(self._record_path(one.command.name))
+
+    def _show(self, live: Live, running: dict[int, Running], left_seconds: float) -> None:
+        if live.is_started:
+            lines = [_line(one) for one in running.values()]
+            live.update(Group(*lines, Text(f"  {self._times(left_seconds)}", style="dim")))
+            return
+        for one in running.values():
+            if time.monotonic() - one.shown_at >= LINE_EVERY_SECONDS:
+                one.shown_at = time.monotonic()
+                self.console.print(_line(one), soft_wrap=True)
+
+    def _is_newer_than_needs(self, record: Record, command: Command) -> bool:
+        needs = [self.record(name) for name in command.needs]
+        return all(need is not None and need.status == "done" and need.ended <= record.ended for need in needs)
+
+    def _record_path(self, name: str) -> Path:
+        return self.out / FOLDER / f"{name}.json"
+
+    def _left(self, stage: Stage) -> float:
+        """Seconds that a stage should still take: its longest lane's."""
+        return max(sum(c.cpu_seconds for c in lane if not self.is_done(c)) for lane in stage.lanes)
+
+    def _stage_left(self, queues: list[deque[Command]], running: dict[int, Running]) -> float:
+        left = [sum(command.cpu_seconds for command in queue) for queue in queues]
+        for lane, one in running.items():
+            left[lane] += max(0.0, one.command.cpu_seconds - one.elapsed_seconds)
+        return max(left)
+
+    def _times(self, left_seconds: float) -> str:
+        """Elapsed time, and what is left at the pace that was seen so far."""
+        elapsed = time.monotonic() - self.began
+        expected = sum(
+            max(sum(c.cpu_seconds for c in lane if c.name in self.ran) for lane in stage.lanes) for stage in self.stages
+        )
+        pace = min(5.0, max(0.5, elapsed / expected)) if expected > 10 else 1.0
+        return f"{duration(elapsed)} elapsed, about {duration(left_seconds * pace)} to go"
+
+
+def duration(seconds: float) -> str:
+    """63 -> 1:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes}:{seconds:02}"
+
+
+def _commands(stage: Stage) -> list[Command]:
+    return [command for lane in stage.lanes for command in lane]
+
+
+def _line(one: Running) -> Text:
+    text = f"  {one.command.name:<20} {duration(one.elapsed_seconds):>5}  {one.tail(1).strip()}"
+    return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

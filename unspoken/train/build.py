@@ -1,0 +1,171 @@
+"""From a recipe to its model and data, and the checks that both fit before a step is spent on them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from unspoken.config import RecyclerConfig, scaled_init
+from unspoken.data.packing import PackedDataset
+from unspoken.data.tokenizer import tokenizer_fingerprint
+from unspoken.data.tokens import TokenShards, check_embedding_rows
+from unspoken.errors import UnspokenError, UsageError, nearest
+from unspoken.models.backbone import FAMILIES
+from unspoken.models.convert import METHODS, convert
+from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.load import load_source
+from unspoken.train.recipe import METHOD_FIELDS, ModelSection, Recipe
+
+HELD_OUT_SEED = 0  # not the run's: two arms of a comparison are measured on the same windows
+
+
+@dataclass(frozen=True)
+class Data:
+    """A run's tokens: `train` in the order that the seed gives, `held_out` of the val split (None: no evaluation)."""
+
+    train: PackedDataset
+    held_out: PackedDataset | None
+    tokenizer: PreTrainedTokenizerBase
+    shards: TokenShards
+
+
+def open_data(recipe: Recipe) -> Data:
+    length = recipe.data.sequence_length
+    shards = TokenShards.open(recipe.data.path, "train", verify=True)
+    held_out = None
+    if recipe.train.eval_every:
+        held_out = PackedDataset(TokenShards.open(recipe.data.path, "val"), length, seed=HELD_OUT_SEED)
+    return Data(PackedDataset(shards, length, seed=recipe.run.seed), held_out, shards.load_tokenizer(), shards)
+
+
+def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
+    """The model on the CPU in float32, in training mode. A new one is drawn from torch's generator.
+
+    Raises:
+        UsageError: a key that the backbone's configuration does not have, a vocabulary or length that does not fit.
+    """
+    section = recipe.model
+    model = _new(section, data) if section.from_pretrained is None else _pretrained(section, data)
+    config: Any = model.config
+    for field in METHOD_FIELDS:
+        if (value := getattr(section, field)) is not None:
+            if not hasattr(config, field):
+                raise UsageError(f"model.{field}: a {config.model_type} model has no such field")
+            setattr(config, field, value)
+    if recipe.train.third_pass_fraction and not isinstance(config, RecyclerConfig):
+        raise UsageError("train.third_pass_fraction: the plain model has one pass")
+    check_embedding_rows(data.shards.vocab_size, len(embedding_weight(model)))
+    longest = getattr(config.text_config, "max_position_embeddings", None)
+    if longest is not None and recipe.data.sequence_length > longest:
+        raise UsageError(
+            f"data.sequence_length: {recipe.data.sequence_length} is more than the backbone's "
+            f"max_position_embeddings, {longest}"
+        )
+    return model.train()
+
+
+def embedding_weight(model: LatentForCausalLM) -> torch.Tensor:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def max_passes(config: Any) -> int:
+    """The most passes that a step, or the evaluation, runs: one more than usual for a Recycler."""
+    return config.num_train_passes + 1 if isinstance(config, RecyclerConfig) else 1
+
+
+def num_passes(config: Any) -> int:
+    return config.num_train_passes if isinstance(config, RecyclerConfig) else 1
+
+
+def compute_parameters(model: LatentForCausalLM) -> int:
+    """The N of 6 N FLOPs a token and pass: all parameters but a lookup table that is not the head too."""
+    total = sum(p.numel() for p in model.parameters())
+    if model.config.tie_word_embeddings:
+        return total
+    return total - embedding_weight(model).numel()
+
+
+def _new(section: ModelSection, data: Data) -> LatentForCausalLM:
+    fields = dict(section.backbone or {})
+    model_type = fields.pop("model_type")
+    if model_type not in FAMILIES:
+        raise UsageError(
+            f"model.backbone.model_type: unknown family {model_type!r}{nearest(model_type, list(FAMILIES))}"
+        )
+    config_class: Any = CONFIG_MAPPING[model_type]
+    known = [*config_class.__dataclass_fields__, *config_class.attribute_map]
+    for key in fields:
+        if key not in known:  # transformers would keep it as an attribute that nothing reads
+            raise UsageError(f"model.backbone.{key}: {model_type} has no such key{nearest(key, known)}")
+    tokenizer = data.tokenizer
+    latent: dict[str, Any] = {}
+    if section.init == "scaled":
+        scales = scaled_init(fields.get("hidden_size", config_class().hidden_size))
+        fields.setdefault("initializer_range", scales["initializer_range"])
+        latent["embedding_scale"] = scales["embedding_scale"]
+    fields.setdefault("vocab_size", len(tokenizer))
+    fields.setdefault("bos_token_id", tokenizer.bos_token_id)
+    fields.setdefault("eos_token_id", data.shards.document_end_id)
+    fields.setdefault("pad_token_id", tokenizer.pad_token_id)
+    model_class = METHODS[section.method or ""]
+    try:
+        return model_class(model_class.config_class(text_config=config_class(**fields), **latent))
+    except UnspokenError:
+        raise
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise UsageError(f"model.backbone: {str(error).strip().splitlines()[-1].strip()}") from error
+
+
+def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
+    name = section.from_pretrained or ""
+    source, tokenizer = load_source(name, "float32")
+    if tokenizer is not None:
+        _check_tokenizer(tokenizer, data, name)
+    if section.method is not None and not isinstance(source, METHODS[section.method]):
+        return convert(source, section.method)
+    if not isinstance(source, LatentForCausalLM):
+        raise UsageError(
+            f"model.from_pretrained: {name} is a plain {source.config.model_type} model; say what to make of it with "
+            f"`method: recycler` or `method: vanilla`"
+        )
+    return source
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: Data, name: str) -> None:
+    if tokenizer.get_vocab() != data.tokenizer.get_vocab():
+        raise UsageError(
+            f"data.path: {data.shards.folder} was made with another tokenizer than {name}'s, so its ids mean other "
+            f"tokens; prepare it again with `--tokenizer {name}`"
+        )
+    if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(data.tokenizer):
+        print(f"note: {data.shards.folder} has {name}'s vocabulary but other tokenizer settings")
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is cuda if there is one.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"run.device: {name!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def load_checkpoint(checkpoint: Path) -> LatentForCausalLM:
+    """The model of a checkpoint, for going on with its training."""
+    model, _ = load_source(checkpoint, "float32")
+    if not isinstance(model, LatentForCausalLM):
+        raise UnspokenError(f"{checkpoint} holds a plain {model.config.model_type} model, not one trained here")
+    return model.train()

@@ -1,0 +1,68 @@
+"""What a run shows: a progress bar in a terminal, plain lines elsewhere; never both."""
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from unspoken.train.metrics import Row
+
+
+class RunConsole:
+    """Use as a context manager around the loop. Without a terminal a line is printed for each logged row."""
+
+    def __init__(self, num_steps: int, first_step: int, console: Console | None = None):
+        self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self.num_steps = num_steps
+        self.first_step = first_step
+        self.progress: Progress | None = None
+        self.task = TaskID(0)
+
+    def __enter__(self) -> "RunConsole":
+        if self.console.is_terminal:
+            self.progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[what]}"),
+                TimeElapsedColumn(),
+                console=self.console,
+            )
+            self.task = self.progress.add_task("", total=self.num_steps, completed=self.first_step, what="")
+            self.progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.progress:
+            self.progress.stop()
+
+    def advance(self) -> None:
+        if self.progress:
+            self.progress.advance(self.task)
+
+    def show(self, row: Row, remaining_seconds: float | None = None) -> None:
+        """A logged row: in the bar, or as a line. Evaluations are a line in both."""
+        text = _losses(row)
+        if row["kind"] == "eval":
+            self.say(f"step {row['step']:>6}  held out  {text}")
+            return
+        text += f"  {row['tokens_per_second']:,.0f} tok/s"
+        if remaining_seconds is not None:
+            text += f"  ETA {_duration(remaining_seconds)}"
+        if self.progress:
+            self.progress.update(self.task, what=text)
+        else:
+            self.say(f"step {row['step']:>6}/{self.num_steps}  {text}")
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+
+def _losses(row: Row) -> str:
+    """`loss 5.123` for one pass, `loss 5.123 / 5.101` for two: pass by pass, not the training loss over all."""
+    passes = [f"{row[name]:.3f}" for i in range(1, 100) if (name := f"loss_pass_{i}") in row]
+    return "loss " + " / ".join(passes)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

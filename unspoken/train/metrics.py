@@ -1,0 +1,152 @@
+"""Where a run's numbers go: `metrics.jsonl` and `metrics.csv` in the run folder, and trackers on request.
+
+One row for each logged step (`kind: train`) and each evaluation (`kind: eval`). Losses of a train row are means over
+the steps since the row before it, weighted by target tokens; the rest are that step's own.
+"""
+
+import csv
+import importlib.util
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unspoken.errors import UnspokenError, UsageError
+
+JSONL, CSV = "metrics.jsonl", "metrics.csv"
+Row = dict[str, Any]
+
+
+def columns(max_passes: int) -> list[str]:
+    """The CSV's columns. JSONL rows hold those that apply."""
+    passes = range(1, max_passes + 1)
+    return [
+        "step",
+        "kind",
+        "tokens",
+        "loss",
+        *(f"loss_pass_{i}" for i in passes),
+        "learning_rate",
+        "grad_norm",
+        "num_passes",
+        "adapter_to_embedding",
+        "embedding_rms",
+        *(f"state_rms_pass_{i}" for i in passes),
+        "tokens_per_second",
+        "tokens_per_cpu_second",
+        "wall_seconds",
+        "cpu_seconds",
+    ]
+
+
+class LossWindow:
+    """Each pass's summed loss and number of targets since the last logged step, kept on the device: adding waits for
+    nothing. Part of a checkpoint, so that a resumed run logs the same means."""
+
+    def __init__(self, max_passes: int, device: torch.device):
+        self.sums = torch.zeros(max_passes + 1, device=device)  # the training loss, then each pass's
+        self.targets = torch.zeros(max_passes + 1, device=device)
+
+    def add(self, loss: Tensor, pass_losses: Tensor, num_targets: int) -> None:
+        """loss, pass_losses [k]: means over `num_targets`."""
+        filled = 1 + len(pass_losses)
+        self.sums[:filled] += torch.cat([loss.reshape(1), pass_losses]) * num_targets
+        self.targets[:filled] += num_targets
+
+    def read(self) -> Row:
+        """The means, of passes that ran; then start anew."""
+        pairs = zip(self.sums.tolist(), self.targets.tolist(), strict=True)
+        names = ["loss", *(f"loss_pass_{i}" for i in range(1, len(self.sums)))]
+        row = {name: total / count for name, (total, count) in zip(names, pairs, strict=True) if count}
+        self.sums.zero_()
+        self.targets.zero_()
+        return row
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"sums": self.sums, "targets": self.targets}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.sums.copy_(state["sums"])
+        self.targets.copy_(state["targets"])
+
+
+class MetricFiles:
+    """Appends rows to both files, each at once, so that a killed run leaves what it had.
+
+    `resume_step`: rows of later steps, written after the checkpoint that a run resumes from, are dropped first.
+    """
+
+    def __init__(self, folder: Path, names: list[str], resume_step: int | None = None):
+        self.jsonl, self.csv, self.names = folder / JSONL, folder / CSV, names
+        rows = read_metrics(folder) if resume_step is not None and self.jsonl.exists() else []
+        kept = [row for row in rows if row["step"] <= (resume_step or 0)]
+        self.jsonl.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+        with self.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(kept)
+
+    def write(self, row: Row) -> None:
+        with self.jsonl.open("a", encoding="utf-8") as file:
+            file.write(_line(row))
+        with self.csv.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self.names).writerow(row)
+
+
+def read_metrics(folder: Path) -> list[Row]:
+    """The rows of a run folder; a last line cut short by a kill is left out.
+
+    Raises:
+        UnspokenError: a line that is not JSON, elsewhere.
+    """
+    lines = (folder / JSONL).read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise UnspokenError(f"{folder / JSONL}:{number}: not JSON") from None
+    return rows
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row) + "\n"
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise UsageError if the package of a `report_to` entry is missing: before training, not after an hour of it."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"run.report_to: {name} is not installed; run `pip install {name}`, or leave it out")
+
+
+def open_trackers(names: Sequence[str], folder: Path, values: dict[str, Any]) -> list[Any]:
+    """accelerate's trackers, started. `values` (flat) are stored as the run's configuration."""
+    if not names:
+        return []
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState()  # accelerate's logger asks for it
+    trackers = []
+    for name in names:
+        tracker_class = LOGGER_TYPE_TO_CLASS[name]
+        where = {"logging_dir": folder} if tracker_class.requires_logging_directory else {}
+        tracker = tracker_class("unspoken", **where)
+        tracker.start()
+        tracker.store_init_configuration(
+            {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items()}
+        )
+        trackers.append(tracker)
+    return trackers
+
+
+def track(trackers: list[Any], row: Row) -> None:
+    """Send a row as `train/loss`, `eval/loss_pass_2`, ..."""
+    values = {f"{row['kind']}/{name}": value for name, value in row.items() if name not in ("step", "kind")}
+    for tracker in trackers:
+        tracker.log(values, step=row["step"])

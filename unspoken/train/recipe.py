@@ -1,0 +1,196 @@
+"""What a training recipe may say. `recipe_file.py` reads one; each default stands here and nowhere else.
+
+The method's fields (`num_train_passes`, ...) have theirs in the model's configuration, the backbone's in
+transformers'; they are left None here and filled in `resolved.yaml`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+METHOD_FIELDS = ("num_train_passes", "num_prefill_passes", "pass_loss_reduction", "detach_between_passes")
+TRACKERS = ("tensorboard", "wandb", "trackio")
+MAX_SEED = 2**32 - 1  # of numpy's frozen generators
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-4 and 1.2e6 as text; they are numbers here. `true` is not."""
+    if isinstance(value, bool):
+        raise ValueError("a number is expected, not true or false")
+    if isinstance(value, str):
+        try:
+            return float(value.replace("_", ""))
+        except ValueError:
+            return value
+    return value
+
+
+def _names(value: Any) -> Any:
+    """`report_to: wandb` for [wandb], and `none` for none, as in transformers."""
+    if isinstance(value, str):
+        return [] if value == "none" else [value]
+    return value
+
+
+_Number = BeforeValidator(_number)
+Count = Annotated[int, _Number, Field(gt=0)]
+CountOrNone = Annotated[int, _Number, Field(ge=0)]
+Positive = Annotated[float, _Number, Field(gt=0)]
+NotNegative = Annotated[float, _Number, Field(ge=0)]
+Fraction = Annotated[float, _Number, Field(ge=0, le=1)]
+Below1 = Annotated[float, _Number, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class RunSection(Section):
+    """Where the run goes. Paths count from the working directory."""
+
+    out: Path
+    seed: Annotated[int, _Number, Field(ge=0, le=MAX_SEED)] = 0
+    device: str = "auto"
+    report_to: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], BeforeValidator(_names)] = []
+
+
+class ModelSection(Section):
+    """Either a pretrained model (`from_pretrained`, made a latent one if `method` says which) or a new one (`method`
+    and `backbone`). `backbone` takes the keys of the family's transformers configuration; the vocabulary and the
+    special tokens are the data's unless it says otherwise. `init: scaled` is `unspoken.scaled_init`, `backbone` the
+    family's own."""
+
+    from_pretrained: str | None = None
+    method: Literal["recycler", "vanilla"] | None = None
+    backbone: dict[str, Any] | None = None
+    init: Literal["scaled", "backbone"] | None = None
+    num_train_passes: Count | None = None
+    num_prefill_passes: Count | None = None
+    pass_loss_reduction: Literal["sum", "mean"] | None = None
+    detach_between_passes: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_init(cls, values: Any) -> Any:
+        """Only a new model has an init."""
+        if isinstance(values, dict) and values.get("from_pretrained") is None and values.get("init") is None:
+            return {**values, "init": "scaled"}
+        return values
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.from_pretrained is None:
+            if self.method is None or self.backbone is None:
+                raise ValueError("give `from_pretrained`, or `method` and `backbone` for a new model")
+            if "model_type" not in self.backbone:
+                raise ValueError("`backbone` needs a `model_type`: llama, qwen3, ...")
+        elif self.backbone is not None or self.init is not None:
+            raise ValueError("`from_pretrained` brings its own backbone and weights: drop `backbone` and `init`")
+        if self.method == "vanilla" and (given := [f for f in METHOD_FIELDS if getattr(self, f) is not None]):
+            raise ValueError(f"`{given[0]}` is for `method: recycler`; the plain model has one pass")
+        return self
+
+
+class DataSection(Section):
+    """`path` is a folder written by `unspoken data prepare`."""
+
+    path: Path
+    sequence_length: Annotated[int, _Number, Field(ge=2)] = 256
+
+
+class OptimSection(Section):
+    """AdamW. The adapter's learning rate is `adapter_learning_rate_factor` times the others', and it may warm up over
+    a longer stretch of its own; it is never decayed."""
+
+    learning_rate: Positive
+    weight_decay: NotNegative = 0.1
+    betas: tuple[Below1, Below1] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    adapter_learning_rate_factor: NotNegative = 0.3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: CountOrNone | None = None
+    warmup_fraction: Fraction | None = None
+    adapter_warmup_fraction: Fraction | None = None
+    min_learning_rate_ratio: Fraction = 0.1
+    max_grad_norm: Positive = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_warmup(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        steps, fraction = values.get("warmup_steps"), values.get("warmup_fraction")
+        if steps is not None and fraction is not None:
+            raise ValueError("give `warmup_steps` or `warmup_fraction`, not both")
+        return {**values, "warmup_fraction": 0.05} if steps is None and fraction is None else values
+
+
+class TrainSection(Section):
+    """How much and how.
+
+    `batch_size` counts the sequences of one optimizer step, `micro_batch_size` those of one backward (all, unless
+    given). `third_pass_fraction` of the steps run one pass more than `model.num_train_passes`. An `..._every` of 0 is
+    never; unless `eval_every` is 0 the model is also evaluated before the first step and after the last.
+    """
+
+    total_tokens: Count | None = None
+    max_steps: Count | None = None
+    batch_size: Count = 8
+    micro_batch_size: Count | None = None
+    third_pass_fraction: Fraction = 0.0
+    autocast: Literal["bfloat16", "none"] = "bfloat16"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    log_every: Count = 10
+    eval_every: CountOrNone = 100
+    eval_sequences: Count = 64
+    save_every: CountOrNone = 0
+    keep_last: Count = 2
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if (self.total_tokens is None) == (self.max_steps is None):
+            raise ValueError("give `total_tokens` or `max_steps`, one of the two")
+        if self.batch_size % self.micro_batch_rows:
+            raise ValueError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
+        return self
+
+    @property
+    def micro_batch_rows(self) -> int:
+        return self.micro_batch_size or self.batch_size
+
+
+class Recipe(Section):
+    """A whole run. `made_with` is written into `resolved.yaml` by a run and ignored when read back."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    optim: OptimSection
+    train: TrainSection
+    made_with: Annotated[dict[str, Any] | None, Field(exclude=True)] = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.model.method == "vanilla" and self.train.third_pass_fraction:
+            raise ValueError("train.third_pass_fraction is for `method: recycler`; the plain model has one pass")
+        if self.num_steps == 0:
+            raise ValueError(f"train.total_tokens {self.train.total_tokens} is less than one step: {self.step_tokens}")
+        return self
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.train.batch_size * self.data.sequence_length
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run; tokens that do not fill a step are left out."""
+        if self.train.max_steps is not None:
+            return self.train.max_steps
+        return (self.train.total_tokens or 0) // self.step_tokens
+
+    def plain(self) -> dict[str, Any]:
+        """The recipe as what YAML and JSON can hold."""
+        return self.model_dump(mode="json")
