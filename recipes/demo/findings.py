@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from unspoken.analysis.compare import Difference, deployed, difference, verdict
 from unspoken.analysis.figures import short_count
@@ -37,7 +39,7 @@ class Arm:
 
     def loss(self, name: str) -> str:
         result = self.evaluation["results"].get(name)
-        return f"{result['loss']:.4f}" if result else ""
+        return f"{result['loss']:.3f}" if result else ""
 
     def _total(self, key: str) -> float:
         return (self.run.summary or {}).get(key, 0) * self.share
@@ -67,7 +69,7 @@ class Comparison:
         arms = [
             Arm("plain", _run(out / plain), _evaluation(out, plain), share),
             Arm("recycler", _run(out / recycler), _evaluation(out, recycler)),
-            Arm("plain, twice the tokens", _run(out / whole), _evaluation(out, plain_2x)),
+            Arm("plain, 2x", _run(out / whole), _evaluation(out, plain_2x)),
         ]
         return Comparison(title, *arms, before=_evaluation(out, before) if before else None)
 
@@ -77,11 +79,16 @@ class Comparison:
 
     @property
     def equal_tokens(self) -> Difference:
-        return self._difference(self.plain)
+        return self.minus(self.plain.evaluation)
 
     @property
     def equal_compute(self) -> Difference:
-        return self._difference(self.plain_2x)
+        return self.minus(self.plain_2x.evaluation)
+
+    def minus(self, evaluation: dict) -> Difference:
+        """The recycler, as it decodes, minus another model."""
+        of = self.recycler.evaluation
+        return difference(of, deployed(of), evaluation, deployed(evaluation))
 
     @property
     def feedback(self) -> Difference:
@@ -95,46 +102,36 @@ class Comparison:
         names = self.recycler.evaluation["results"]
         return [name for name in ("k=1", "k=2", "exact") if name in names]
 
-    def _difference(self, arm: Arm) -> Difference:
-        of, minus = self.recycler.evaluation, arm.evaluation
-        return difference(of, deployed(of), minus, deployed(minus))
+    def rows(self) -> list[tuple[list[str], Difference | None]]:
+        """Lines of a table: (method, tokens, FLOPs, CPU seconds, the losses of `passes`), recycler minus this."""
+        lines: list[tuple[list[str], Difference | None]] = []
+        if self.before:
+            results = self.before["results"]
+            losses = [f"{results[name]['loss']:.3f}" if name in results else "" for name in self.passes]
+            lines.append((["before", "", "", "", *losses], self.minus(self.before)))
+        for arm in self.arms:
+            flops = f"{arm.flops:.1e}".replace("e+", "e")
+            line = [arm.label, short_count(arm.tokens), flops, f"{arm.cpu_seconds:.0f}", *map(arm.loss, self.passes)]
+            lines.append((line, None if arm is self.recycler else self.minus(arm.evaluation)))
+        return lines
 
 
-def closing_table(comparisons: Sequence[Comparison]) -> Table:
-    """The demo's last word on the terminal."""
-    table = Table(title="Loss on held-out text, in nats per token", title_justify="left", caption_justify="left")
-    passes = list(dict.fromkeys(name for comparison in comparisons for name in comparison.passes))
-    columns = ["tokens", "FLOPs", "CPU s", *passes, "minus plain at\nequal tokens", "minus plain at\nequal compute"]
-    table.add_column("method")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for comparison in comparisons:
-        table.add_section()
-        table.add_row(f"[bold]{comparison.title}[/]")
-        for row in rows(comparison, passes):
-            table.add_row(*row)
-    unit = comparisons[0].equal_tokens
-    table.caption = f"[a, b]: 95 % interval over {unit.unit} of text, paired. FLOPs: 6 x parameters x tokens x passes."
+def closing_table(comparison: Comparison) -> Table:
+    """The demo's last word on the terminal, for one comparison."""
+    style = {"title_justify": "left", "title_style": "bold"}
+    table = Table(title=comparison.title, box=box.SIMPLE_HEAD, padding=0, pad_edge=False, **style)
+    table.add_column("method", no_wrap=True)
+    for name in ("tokens", "FLOPs", "CPU s", *comparison.passes):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(" recycler minus this", no_wrap=True)
+    for cells, found in comparison.rows():
+        table.add_row(*map(Text, [*cells, f" {found or ''}"]))
     return table
-
-
-def rows(comparison: Comparison, passes: Sequence[str]) -> list[list[str]]:
-    """The lines of one comparison, as text."""
-    lines = []
-    if before := comparison.before:
-        losses = [f"{before['results'][name]['loss']:.4f}" if name in before["results"] else "" for name in passes]
-        lines.append(["before", "0", "", "", *losses, "", ""])
-    for arm in comparison.arms:
-        line = [arm.label, short_count(arm.tokens), f"{arm.flops:.2g}", f"{arm.cpu_seconds:.0f}"]
-        is_recycler = arm is comparison.recycler
-        differences = [str(comparison.equal_tokens), str(comparison.equal_compute)] if is_recycler else ["", ""]
-        lines.append([*line, *map(arm.loss, passes), *differences])
-    return lines
 
 
 def sentences(comparisons: Sequence[Comparison], is_quick: bool) -> list[str]:
     """What was found, one plain sentence a comparison."""
-    found = [f"{c.title}: {verdict(c.equal_tokens, c.equal_compute, 'recycling')}" for c in comparisons]
+    found = [f"{c.title}: {verdict(c.equal_tokens, c.equal_compute)}" for c in comparisons]
     return [*found, QUICK_SIZES] if is_quick else found
 
 

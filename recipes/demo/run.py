@@ -16,6 +16,7 @@ from command import Command
 from findings import Comparison, closing_table, sentences
 from pipeline import Pipeline, Stage
 from rich.console import Console
+from rich.text import Text
 from story import write_report
 
 from unspoken.errors import UnspokenError
@@ -59,8 +60,8 @@ QUICK = Size(
     smollm2_train_2x=("--data.sequence_length", "32", "--train.total_tokens", "256", "--train.save_every", "1"),
     time_scale=0.1,
 )
-SMALL_PROMPTS = ("ROMEO.\n", "The king is dead, and")
-SMOLLM2_PROMPTS = ("HAMLET.\n", "The two sisters walked to the river, and")
+SMALL_PROMPTS = ("ROMEO. ", "The king is dead, and")
+SMOLLM2_PROMPTS = ("HAMLET. ", "The two sisters walked to the river, and")
 
 
 def main() -> int:
@@ -91,6 +92,10 @@ def main() -> int:
     return 0
 
 
+LEGEND = (
+    "Loss in nats per token of held-out text; exact: the recurrence, which decoding runs. FLOPs: 6 x parameters x "
+    "tokens x passes. In brackets: 95 % intervals, paired, over pieces of text.\n"
+)
 UNSPOKEN = (sys.executable, "-m", "unspoken.cli")
 
 
@@ -203,15 +208,17 @@ def stages(out: Path, size: Size) -> list[Stage]:
 
 def finish(out: Path, pipeline: Pipeline, console: Console, is_quick: bool) -> None:
     """The closing table, what was found in a sentence each, and the report."""
-    small = Comparison.read(out, "From scratch, 1.4M parameters", "plain", "recycler", "plain-2x")
+    small = Comparison.read(out, "A 1.4M model from scratch", "plain", "recycler", "plain-2x")
     smollm2 = Comparison.read(
         out, "SmolLM2-135M, continued", "smollm2-plain", "smollm2-recycler", "smollm2-plain-2x",
         before="smollm2", share=0.5,
     )  # fmt: skip
-    console.print()
-    console.print(closing_table([small, smollm2]))
+    for comparison in (small, smollm2):
+        console.print()
+        console.print(closing_table(comparison))
+    console.print(Text(LEGEND, style="dim"))
     for sentence in sentences([small, smollm2], is_quick):
-        console.print(f"[bold]{sentence}[/]", highlight=False)
+        console.print(Text(sentence, style="bold"))
     report = write_report(out, [small, smollm2], pipeline, is_quick)
     console.print(f"\nreport: {report}  [dim](open it in a browser)[/]", highlight=False)
 

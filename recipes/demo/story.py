@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from command import Command, Record
-from findings import QUICK_SIZES, Comparison, rows
+from findings import QUICK_SIZES, Comparison
 from pipeline import Pipeline, duration
 
 from unspoken.analysis.compare import Difference, Outcome, verdict
@@ -53,7 +53,7 @@ CHECKED = (
 
 
 def _finding(comparison: Comparison) -> Finding:
-    text = f"{comparison.title}: {verdict(comparison.equal_tokens, comparison.equal_compute, 'recycling')}"
+    text = f"{comparison.title}: {verdict(comparison.equal_tokens, comparison.equal_compute)}"
     outcomes = {comparison.equal_tokens.outcome, comparison.equal_compute.outcome}
     outcome = outcomes.pop() if len(outcomes) == 1 else Outcome.UNCLEAR
     unit = comparison.equal_tokens
@@ -79,28 +79,26 @@ def _cards(comparisons: Sequence[Comparison], verified: Run) -> Cards:
 
 def _from_scratch(comparison: Comparison) -> Section:
     runs = _runs(comparison)
-    figures = [(_differences(comparison), "Below zero is better than the plain model; bars are 95 % intervals.")]
+    plots = [_differences(comparison)]
     if (plot := gap(runs[1], runs[0])) is not None:
-        figures.append((plot, "At the same number of tokens. Solid: the pass that it decodes like; dashed: its first."))
+        plots.append((plot, "At the same number of tokens. Solid: the second pass; dashed: the first."))
     blocks: list[Block] = [
         Text(
             "The same model, tokens and order, once plain and once recycling; recycling runs two passes over each "
             "token in training, so a second plain run gets twice the tokens. In decoding all take one run a token."
         ),
         _table(comparison),
-        Figures(figures),
-        *curves(runs),
-        *depths(_evaluated(comparison)),
+        Figures([*plots, *curves(runs), *depths(_evaluated(comparison))]),
         Text(READ_WITH_CARE, "soft"),
     ]
     return Section(comparison.title, blocks)
 
 
 def _continued(comparison: Comparison) -> Section:
-    runs = _runs(comparison)[:2]
-    figures = [(_differences(comparison), "Below zero is better than the plain model; bars are 95 % intervals.")]
+    runs = _runs(comparison)
+    plots = [_differences(comparison)]
     if (plot := gap(runs[1], runs[0], kind="train")) is not None:
-        figures.append((plot, "Loss on each batch before it is learned from; both see the same batches."))
+        plots.append((plot, "Loss on each batch before it is learned from; both see the same batches."))
     blocks: list[Block] = [
         Text(
             "A pretrained model, converted: its adapter starts at zero, so before the first step it computes what it "
@@ -108,28 +106,16 @@ def _continued(comparison: Comparison) -> Section:
             "run's halfway point is the baseline at equal tokens, its end the one at equal compute."
         ),
         _table(comparison),
-        Figures(figures),
-        *depths(_evaluated(comparison)),
+        Figures([*plots, *curves(runs[:2], kind="train"), *depths(_evaluated(comparison))]),
     ]
     return Section(comparison.title, blocks)
 
 
 def _table(comparison: Comparison) -> Block:
-    passes = comparison.passes
     lines = []
-    for line in rows(comparison, passes):
-        *cells, tokens, compute = line
-        kinds = (comparison.equal_tokens.outcome.value, comparison.equal_compute.outcome.value)
-        lines.append([*cells, Cell(tokens, kinds[0]), Cell(compute, kinds[1])] if tokens else line)
-    headers = [
-        "method",
-        "tokens",
-        "FLOPs",
-        "CPU seconds",
-        *passes,
-        "minus plain, equal tokens",
-        "minus plain, equal compute",
-    ]
+    for cells, found in comparison.rows():
+        lines.append([*cells, Cell(str(found), found.outcome.value) if found else ""])
+    headers = ["method", "tokens", "FLOPs", "CPU seconds", *comparison.passes, "recycler minus this"]
     unit = comparison.equal_tokens
     caption = (
         f"Loss in nats per token on held-out text. k=n: n parallel passes; exact: the recurrence that decoding runs. "
@@ -138,7 +124,7 @@ def _table(comparison: Comparison) -> Block:
     return Table(headers, lines, caption)
 
 
-def _differences(comparison: Comparison) -> str:
+def _differences(comparison: Comparison) -> tuple[str, str]:
     def row(name: str, found: Difference, colour: int) -> Estimate:
         return Estimate(name, found.mean, found.interval, colour)
 
@@ -147,7 +133,8 @@ def _differences(comparison: Comparison) -> str:
         row("recycler minus plain,\nequal compute", comparison.equal_compute, 1),
         row("recycler, as it decodes,\nminus its own first pass", comparison.feedback, 3),
     ]
-    return interval_plot(estimates, Frame("Is it better?", "nats per token (below zero: better)"))
+    plot = interval_plot(estimates, Frame("Is it better?", "nats per token (below zero: better)"))
+    return plot, "Points left of zero are better; bars are 95 % intervals."
 
 
 def _runs(comparison: Comparison) -> list[Run]:

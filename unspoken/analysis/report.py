@@ -1,0 +1,194 @@
+"""Run folders as sections of a report: curves, losses by pass, depth, checks, samples, settings.
+
+Each function takes what was read by `runs.py` and leaves out what is not there, with a line that says so. Colours
+follow the order of the runs.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unspoken.analysis.figures import Frame, Series, line_plot
+from unspoken.analysis.page import Block, Cell, Code, Figures, Folded, Samples, Section, Table, Text, page
+from unspoken.analysis.runs import Run, read_run
+
+Plot = tuple[str, str]  # SVG and caption
+STEEP_START = (0.0, 0.85)  # quantiles of a training curve that a plot shows
+
+
+def run_report(folders: Sequence[Path], title: str = "Runs") -> str:
+    """The report of run folders as HTML."""
+    runs = [read_run(folder) for folder in folders]
+    sections = [
+        Section("Training", [Figures(curves(runs)), cost_table(runs)]),
+        Section("Evaluation", [loss_table(runs), Figures(depths(runs))]),
+    ]
+    sections += [Section(f"Checks of {run.name}", checks(run)) for run in runs if run.verification]
+    if any(run.generations for run in runs):
+        sections.append(Section("Samples", [samples(runs)]))
+    sections.append(Section("Settings", [*settings(runs), *absent(runs)]))
+    return page(
+        title, f"{len(runs)} run{'s' if len(runs) != 1 else ''}: {', '.join(run.name for run in runs)}", sections
+    )
+
+
+def curves(runs: Sequence[Run], kind: str = "eval") -> list[Plot]:
+    """Loss during training against tokens and against compute: on held-out text, or that of the `train` rows."""
+    by_tokens, by_flops = [], []
+    for colour, run in enumerate(runs):
+        for number in {run.num_passes, 1}:
+            tokens, losses = run.curve(number, kind)
+            name = f"{run.name}, pass {number}" if run.num_passes > 1 else run.name
+            style: dict[str, Any] = {"colour": colour, "dashed": number < run.num_passes}
+            if tokens:
+                by_tokens.append(Series(name, tokens, losses, **style))
+            if tokens and number == run.num_passes and (flops := run.flops_per_token):
+                by_flops.append(Series(name, [t * flops for t in tokens], losses, **style))
+    figures = []
+    title = "Held-out loss while it learns" if kind == "eval" else "Training loss"
+    frame = Frame(title, "tokens", "nats per token", y_focus=STEEP_START, x_counts=True)
+    if by_tokens:
+        figures.append((line_plot(by_tokens, frame), ""))
+    if by_flops:
+        frame = Frame(
+            "The same against compute", "training FLOPs", "nats per token", y_focus=STEEP_START, x_counts=True
+        )
+        figures.append((line_plot(by_flops, frame), ""))
+    return figures
+
+
+def gap(run: Run, baseline: Run, kind: str = "eval", colour: int = 1) -> str | None:
+    """How far each pass is from the plain model at the same number of tokens, as a plot; None without common rows.
+
+    kind: rows to use; those of `train` are fair where both runs log every step and see the same batches.
+    """
+    base = dict(zip(*baseline.curve(1, kind), strict=True))
+    series = []
+    for number in range(1, run.num_passes + 1):
+        common = [
+            (tokens, loss - base[tokens]) for tokens, loss in zip(*run.curve(number), strict=True) if tokens in base
+        ]
+        if len(common) > 1:
+            tokens, gaps = zip(*common, strict=True)
+            series.append(Series(f"pass {number}", tokens, gaps, colour, dashed=number < run.num_passes, markers=True))
+    if not series:
+        return None
+    zero = Series(baseline.name, level=0.0, colour=0)
+    frame = Frame(f"{run.name} minus {baseline.name}", "tokens", "nats per token", x_counts=True)
+    return line_plot([zero, *series], frame)
+
+
+def cost_table(runs: Sequence[Run]) -> Block:
+    rows = []
+    for run in runs:
+        if summary := run.summary:
+            rows.append(
+                [
+                    run.name,
+                    f"{summary['num_parameters']:,}",
+                    f"{summary['tokens']:,}",
+                    f"{summary['pass_tokens']:,}",
+                    f"{summary['train_flops']:.2e}",
+                    f"{summary['train_cpu_seconds']:,.0f}",
+                    f"{summary['tokens'] / max(1e-9, summary['train_cpu_seconds']):,.0f}",
+                ]
+            )
+    if not rows:
+        return Text("No run has a summary.json.", "note")
+    headers = ["run", "parameters", "tokens", "tokens × passes", "FLOPs", "CPU seconds", "tokens per CPU second"]
+    convention = next(run.summary["flops_convention"] for run in runs if run.summary)
+    return Table(headers, rows, f"FLOPs: {convention}.")
+
+
+def loss_table(runs: Sequence[Run]) -> Block:
+    """Loss of every pass and of the exact recurrence, one row a run."""
+    evaluated = [(run, run.evaluation["results"]) for run in runs if run.evaluation and run.evaluation.get("results")]
+    if not evaluated:
+        return Text("No run has an evaluation (eval.json).", "note")
+    names = list(dict.fromkeys(name for _, results in evaluated for name in results))
+    names.sort(key=lambda name: (name == "exact", name if name == "exact" else int(name[2:])))
+    rows = [
+        [run.name, *(f"{results[name]['loss']:.4f}" if name in results else "" for name in names), _bits(results)]
+        for run, results in evaluated
+    ]
+    first = evaluated[0][0].evaluation or {}
+    result = next(iter(first["results"].values()))
+    caption = (
+        f"Nats per token on {result['num_targets']:,} tokens of {result['num_documents']} held-out documents; k=n is "
+        "n parallel passes, exact is the recurrence that decoding runs. Bits per byte are those of the last column."
+    )
+    return Table(["run", *names, "bits per byte"], rows, caption)
+
+
+def depths(runs: Sequence[Run]) -> list[Plot]:
+    """Loss against recycle depth, one plot a run: their losses lie too far apart for one."""
+    figures = []
+    for colour, run in enumerate(runs):
+        curve = (run.evaluation or {}).get("depth_curve")
+        if not curve or len(curve["losses"]) < 2:
+            continue
+        xs = list(range(1, len(curve["losses"]) + 1))
+        series = [Series("k parallel passes", xs, curve["losses"], colour, markers=True)]
+        if curve["exact"] is not None:
+            series.append(Series("exact recurrence", level=curve["exact"], colour=2, dashed=True))
+        mark = [(curve["num_train_passes"], "passes in training")]
+        frame = Frame(f"{run.name}: loss by recycle depth", "passes k", "nats per token", whole_x=True, marks=mark)
+        caption = f"Best at k={curve['best_depth']}; {curve['drift']:+.4f} from the depth of training to the last."
+        figures.append((line_plot(series, frame), caption))
+    return figures
+
+
+def checks(run: Run) -> list[Block]:
+    """The table of `unspoken verify`."""
+    if not run.verification:
+        return [Text(f"{run.name} was not verified.", "note")]
+    rows = []
+    for check in run.verification["checks"]:
+        words = {True: Cell("pass", "better"), False: Cell("FAIL", "worse"), None: Cell("does not apply")}
+        deviation = "" if check["deviation"] is None else f"{check['deviation']:.1e}"
+        limit = "bit for bit" if check["tolerance"] == 0 else f"{check['tolerance']:.0e}"
+        rows.append([check["name"], words[check["passed"]], deviation, limit, Cell(check["note"], "text")])
+    caption = f"In {run.verification['dtype']}; deviations are relative to the largest logit."
+    if run.verification.get("adapter_was_zero"):
+        caption += " The adapter was all zero; random weights stood in for it, except in the comparison with the base."
+    return [Table(["check", "result", "largest deviation", "tolerance", ""], rows, caption)]
+
+
+def samples(runs: Sequence[Run]) -> Block:
+    """Continuations, prompt by prompt, the runs side by side."""
+    prompts = list(dict.fromkeys(line["prompt"] for run in runs for line in run.generations if "prompt" in line))
+    return Samples(
+        [
+            (run.name, prompt, str(completion.get("text", "")))
+            for prompt in prompts
+            for run in runs
+            for line in run.generations
+            if line.get("prompt") == prompt
+            for completion in line.get("completions", [])
+        ]
+    )
+
+
+def settings(runs: Sequence[Run]) -> list[Block]:
+    """Each run's resolved recipe, folded."""
+    return [
+        Folded(f"{run.name}: every setting", [Code(_yaml(run.recipe)), Text(f"Run folder: {run.folder}", "soft")])
+        for run in runs
+        if run.recipe
+    ]
+
+
+def absent(runs: Sequence[Run]) -> list[Block]:
+    """A line for each file that should have been there."""
+    return [Text(line, "note") for run in runs for line in run.missing]
+
+
+def _bits(results: dict[str, Any]) -> str:
+    bits = list(results.values())[-1].get("bits_per_byte")
+    return "" if bits is None else f"{bits:.4f}"
+
+
+def _yaml(values: dict[str, Any] | None) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None).strip()
