@@ -84,7 +84,7 @@ def main() -> int:
         pipeline.run()
         finish(out, pipeline, console, is_quick=args.quick)
     except UnspokenError as error:
-        console.print(f"\n[red]demo:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        console.print(Text("\ndemo: ", style="red") + Text(str(error)), soft_wrap=True)
         return error.exit_code
     except KeyboardInterrupt:
         console.print("\nstopped; run the demo again to go on from here")

@@ -90,11 +90,11 @@ def verdict(equal_tokens: Difference, equal_compute: Difference, what: str = "re
     at_tokens, at_compute = f"at equal tokens ({equal_tokens})", f"at equal compute ({equal_compute})"
     if tokens is compute:
         how = {
-            Outcome.BETTER: f"{what} beat the plain model, {at_tokens} and {at_compute}",
-            Outcome.WORSE: f"{what} did not win: it lost to the plain model {at_tokens} and {at_compute}",
-            Outcome.UNCLEAR: f"{what} did not win: it could not be told from the plain model {at_tokens} or {at_compute}",
-        }[tokens]
-        return f"{how}."
+            Outcome.BETTER: f"beat the plain model {at_tokens} and {at_compute}",
+            Outcome.WORSE: f"did not win: it lost to the plain model {at_tokens} and {at_compute}",
+            Outcome.UNCLEAR: f"did not win: it could not be told from the plain model {at_tokens} or {at_compute}",
+        }
+        return f"{what} {how[tokens]}."
     if tokens is Outcome.BETTER:
         but = "lost to it" if compute is Outcome.WORSE else "could not be told from it"
         return (

@@ -5,6 +5,7 @@ follow the order of the runs.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def curves(runs: Sequence[Run], kind: str = "eval") -> list[Plot]:
     """Loss during training against tokens and against compute: on held-out text, or that of the `train` rows."""
     by_tokens, by_flops = [], []
     for colour, run in enumerate(runs):
-        for number in {run.num_passes, 1}:
+        for number in sorted({1, run.num_passes}):
             tokens, losses = run.curve(number, kind)
             name = f"{run.name}, pass {number}" if run.num_passes > 1 else run.name
             style: dict[str, Any] = {"colour": colour, "dashed": number < run.num_passes}
@@ -52,9 +53,7 @@ def curves(runs: Sequence[Run], kind: str = "eval") -> list[Plot]:
     if by_tokens:
         figures.append((line_plot(by_tokens, frame), ""))
     if by_flops:
-        frame = Frame(
-            "The same against compute", "training FLOPs", "nats per token", y_focus=STEEP_START, x_counts=True
-        )
+        frame = replace(frame, title="The same against compute", x_label="training FLOPs")
         figures.append((line_plot(by_flops, frame), ""))
     return figures
 

@@ -1,0 +1,320 @@
+"""The demo's machinery with stub commands, and its words and numbers; the demo itself is too long for the suite."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.analysis.conftest import evaluation, write_run
+from unspoken import cli
+from unspoken.errors import UnspokenError, UsageError
+from unspoken.train.recipe_file import load_recipe
+
+DEMO = Path(__file__).parent.parent / "recipes" / "demo"
+sys.path.insert(0, str(DEMO))
+import findings  # noqa: E402
+import pipeline as pipelines  # noqa: E402
+import run as demo  # noqa: E402
+import story  # noqa: E402
+from command import Command, Record  # noqa: E402
+
+STUB = """
+import pathlib, signal, sys, time
+what, out, *more = sys.argv[1:]
+out = pathlib.Path(out)
+with (out.parent / "calls").open("a") as calls:
+    calls.write(" ".join(sys.argv[1:]) + "\\n")
+if what == "make":
+    out.mkdir()
+elif what == "fail":
+    print("first line\\nno such thing as [bold] " + " ".join(more))
+    sys.exit(1)
+elif what == "train":
+    out.mkdir(exist_ok=True)
+    if "--resume" in more:
+        sys.exit(0)
+    def stop(*_):
+        (out / "checkpoint").touch()
+        sys.exit(130)
+    signal.signal(signal.SIGINT, stop)
+    print("training", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stub(tmp_path):
+    path = tmp_path / "stub.py"
+    path.write_text(STUB)
+    return [sys.executable, str(path)]
+
+
+@pytest.fixture
+def make(tmp_path, stub, monkeypatch):
+    """Makes a pipeline of lanes of commands over `tmp_path/out`; `.console.file` is what it printed."""
+    monkeypatch.setattr(pipelines, "POLL_SECONDS", 0.01)
+
+    def build(*lanes):
+        console = Console(file=io.StringIO(), width=200)
+        return pipelines.Pipeline(tmp_path / "out", [pipelines.Stage("Title", "Why.", lanes)], stub, console)
+
+    return build
+
+
+def command(tmp_path, name: str, what: str = "make", *more: str, **fields) -> Command:
+    output = tmp_path / "out" / name
+    return Command(name, (what, str(output), *more), output, 1.0, **fields)
+
+
+def with_more(one: Command) -> Command:
+    return replace(one, words=(*one.words, "more"))
+
+
+def calls(tmp_path) -> list[str]:
+    path = tmp_path / "out" / "calls"
+    return [line.replace(str(tmp_path / "out") + "/", "") for line in path.read_text().splitlines()]
+
+
+def printed(pipeline) -> str:
+    return pipeline.console.file.getvalue()
+
+
+def test_commands_are_shown_run_and_recorded(make, tmp_path):
+    pipeline = make([command(tmp_path, "a"), command(tmp_path, "b")], [command(tmp_path, "c")])
+    pipeline.run()
+    assert sorted(calls(tmp_path)) == ["make a", "make b", "make c"] and (tmp_path / "out" / "b").is_dir()
+    for name in "abc":
+        assert f"unspoken make {tmp_path}/out/{name}" in printed(pipeline)
+        record = pipeline.record(name)
+        assert record.status == "done" and record.cpu_seconds > 0 and record.peak_memory_bytes > 2**20
+    assert "1/1  Title" in printed(pipeline) and "elapsed, about" in printed(pipeline)
+
+
+def test_what_is_done_is_skipped(make, tmp_path):
+    lane = [command(tmp_path, "a"), command(tmp_path, "b", needs=("a",))]
+    make(lane).run()
+    again = make(lane)
+    again.run()
+    assert calls(tmp_path) == ["make a", "make b"] and printed(again).count("done before") == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda out, lane: (out / "b").rmdir(), ["make b"]),
+        (lambda out, lane: (out / "a").rmdir(), ["make a", "make b"]),
+        (lambda out, lane: (out / "commands" / "b.json").write_text("{"), ["make b"]),
+        (lambda out, lane: lane.__setitem__(1, with_more(lane[1])), ["make b more"]),
+        (lambda out, lane: lane.__setitem__(0, with_more(lane[0])), ["make a more", "make b"]),
+    ],
+    ids=["output gone", "need's output gone", "record damaged", "other words", "need has other words"],
+)  # fmt: skip
+def test_what_is_not_done_any_more_is_run_again(make, tmp_path, spoil, expected):
+    lane = [command(tmp_path, "a"), command(tmp_path, "b", needs=("a",))]
+    make(lane).run()
+    spoil(tmp_path / "out", lane)
+    make(lane).run()
+    assert calls(tmp_path)[2:] == expected
+
+
+def test_a_failure_says_what_to_repeat_and_the_rest_is_kept(make, tmp_path):
+    lanes = [command(tmp_path, "a"), command(tmp_path, "b", "fail", "by design")], [command(tmp_path, "slow", "train")]
+    with pytest.raises(pipelines.CommandFailed) as failed:
+        make(*lanes).run()
+    assert "no such thing as [bold] by design" in str(failed.value) and "exit status 1" in str(failed.value)
+    assert f"unspoken fail {tmp_path}/out/b 'by design'" in str(failed.value)
+    pipeline = make(*lanes)
+    assert [pipeline.record(name).status for name in ("a", "b", "slow")] == ["done", "failed", "stopped"]
+    assert (tmp_path / "out" / "slow" / "checkpoint").exists()  # the other lane was asked to stop, not killed
+
+
+def test_an_output_that_is_not_there_is_a_failure(make, tmp_path):
+    with pytest.raises(pipelines.CommandFailed, match="but left no"):
+        make([replace(command(tmp_path, "a"), output=tmp_path / "out" / "elsewhere")]).run()
+
+
+def test_another_form_runs_where_the_first_cannot_and_the_record_says_so(make, tmp_path):
+    other = ("make", str(tmp_path / "out" / "a"))
+    lane = [command(tmp_path, "a", "fail", "check the network", instead=("check the network", other))]
+    pipeline = make(lane)
+    pipeline.run()
+    assert "check the network" in pipeline.record("a").note and pipeline.record("a").words == list(other)
+    make(lane).run()
+    assert [line.split()[0] for line in calls(tmp_path)] == ["fail", "make"]
+    with pytest.raises(pipelines.CommandFailed):
+        make([command(tmp_path, "b", "fail", "disk full", instead=("check the network", other))]).run()
+
+
+def test_an_interrupt_reaches_the_command_and_the_next_run_resumes_it(tmp_path, stub):
+    code = f"""
+import sys; sys.path.insert(0, {str(DEMO)!r})
+from pathlib import Path
+from rich.console import Console
+from command import Command
+from pipeline import Pipeline, Stage
+out = Path({str(tmp_path / "out")!r})
+lane = [Command("t", ("train", str(out / "t")), out / "t", 1.0, can_resume=True)]
+Pipeline(out, [Stage("Title", "Why.", [lane])], {stub!r}, Console()).run()
+"""
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: "training" in read(tmp_path / "out" / "commands" / "t.log"))
+    first.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in first.communicate(timeout=60)[1]
+    record = Record.read(tmp_path / "out" / "commands" / "t.json")
+    assert record.status == "stopped" and (tmp_path / "out" / "t" / "checkpoint").exists()
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    again = Record.read(tmp_path / "out" / "commands" / "t.json")
+    assert calls(tmp_path) == ["train t", "train t --resume"]
+    assert again.status == "done" and again.words == record.words
+    assert again.cpu_seconds > record.cpu_seconds and again.wall_seconds > record.wall_seconds  # both tries
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_changed_need_starts_a_stopped_run_anew(make, tmp_path):
+    lane = [command(tmp_path, "a"), command(tmp_path, "t", "train", needs=("a",), can_resume=True)]
+    pipeline = make(lane)
+    pipeline.out.mkdir()
+    (pipeline.out / "commands").mkdir()
+    (pipeline.out / "t").mkdir()
+    Record("stopped", list(lane[1].words), ended=time.time()).write(pipeline.out / "commands" / "t.json")
+    Record("done", list(lane[0].words), ended=time.time() - 9).write(pipeline.out / "commands" / "a.json")
+    assert pipeline._words(lane[1])[-1] == "--resume"
+    Record("done", list(lane[0].words), ended=time.time() + 9).write(pipeline.out / "commands" / "a.json")
+    assert pipeline._words(lane[1]) == list(lane[1].words) and not (pipeline.out / "t").exists()
+
+
+def test_other_peoples_folders_are_left_alone(make, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
+    with pytest.raises(UsageError, match="holds other things"):
+        make([command(tmp_path, "a")])
+
+
+def test_fresh_deletes_what_the_demo_made_and_nothing_else(make, tmp_path):
+    pipeline = make([command(tmp_path, "a")])
+    pipeline.run()
+    (tmp_path / "out" / "notes.txt").touch()
+    pipeline.forget()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["calls", "notes.txt"]
+
+
+@pytest.mark.parametrize("size", [demo.FULL, demo.QUICK], ids=["full", "quick"])
+def test_every_command_of_the_demo_is_valid(size):
+    """The command line parses it; a recipe's overrides too; and it needs only what comes before it."""
+    seen: set[str] = set()
+    for stage in demo.stages(Path("runs/demo"), size):
+        for lane in stage.lanes:
+            names = set(seen)
+            for one in lane:
+                assert set(one.needs) <= names, f"{one.name} runs before what it needs"
+                names.add(one.name)
+                args, overrides = cli.build_parser().parse_known_args(one.words)
+                if one.words[0] == "train":
+                    recipe = load_recipe(DEMO.parents[1] / args.recipe, overrides)
+                    assert recipe.run.out == one.output
+                else:
+                    assert not overrides
+        seen |= {one.name for lane in stage.lanes for one in lane}
+
+
+def test_the_arms_of_a_comparison_differ_in_what_they_must_and_no_more():
+    """Same tokens and batches, or same compute; recipes that drift apart would compare something else."""
+    words = {c.name: c.words for s in demo.stages(Path("o"), demo.FULL) for lane in s.lanes for c in lane}
+    recipes = {}
+    for name, given in words.items():
+        if given[0] == "train":
+            recipes[name] = load_recipe(DEMO.parents[1] / given[1], list(given[2:])).plain()
+    for plain, recycler, twice in [
+        ("plain", "recycler", "plain-2x"),
+        ("smollm2-plain", "smollm2-recycler", "smollm2-plain"),
+    ]:
+        a, b = recipes[plain], recipes[recycler]
+        assert recipes[twice]["train"]["total_tokens"] == 2 * b["train"]["total_tokens"]
+        assert a["model"].get("backbone") == b["model"].get("backbone") and a["data"] == b["data"]
+        for key in ("learning_rate", "weight_decay", "schedule", "warmup_steps", "warmup_fraction", "betas"):
+            assert a["optim"][key] == b["optim"][key]
+        assert a["train"]["batch_size"] == b["train"]["batch_size"] and a["run"]["seed"] == b["run"]["seed"]
+    halfway = recipes["smollm2-recycler"]["train"]["total_tokens"] // (4 * 256)
+    assert recipes["smollm2-plain"]["train"]["save_every"] == halfway == demo.FULL.num_smollm2_steps
+    assert recipes["smollm2-plain"]["optim"]["schedule"] == "constant"
+
+
+@pytest.fixture
+def arms(tmp_path):
+    """Run and evaluation folders of one comparison, in which recycling wins by 0.1 nats."""
+    for name, method in (("plain", "vanilla"), ("recycler", "recycler"), ("plain-2x", "vanilla")):
+        write_run(tmp_path / name, method)
+        loss = {"plain": 5.0, "recycler": 4.9, "plain-2x": 4.6}[name]
+        names = ["k=1", "k=2", "exact"] if method == "recycler" else ["k=1"]
+        nats = {key: [10 * loss + piece % 2 for piece in range(12)] for key in names}
+        (tmp_path / f"eval-{name}").mkdir()
+        text = json.dumps(evaluation(name, nats) | {"versions": {"torch": "2"}})
+        (tmp_path / f"eval-{name}" / "eval.json").write_text(text)
+    return tmp_path
+
+
+def test_the_closing_table_and_sentence_follow_the_numbers(arms):
+    comparison = findings.Comparison.read(arms, "Small", "plain", "recycler", "plain-2x")
+    assert comparison.equal_tokens.mean == pytest.approx(-0.1) and comparison.equal_compute.mean == pytest.approx(0.3)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(findings.closing_table(comparison))
+    for text in ("recycler minus this", "-0.100 [-0.100, -0.100]", "+0.300 [+0.300, +0.300]", "1.8e10", "4.950"):
+        assert text in console.file.getvalue()
+    (sentence,) = findings.sentences([comparison], is_quick=False)
+    assert sentence.startswith("Small: recycling beat the plain model at equal tokens") and "lost to it" in sentence
+    assert findings.QUICK_SIZES in findings.sentences([comparison], is_quick=True)
+
+
+def test_half_a_run_is_half_its_tokens_and_compute(arms):
+    comparison = findings.Comparison.read(arms, "", "plain", "recycler", "plain-2x", before="plain", share=0.5)
+    assert (comparison.plain.tokens, comparison.plain_2x.tokens) == (1500, 3000)
+    assert comparison.plain_2x.run.folder == arms / "plain" and comparison.plain.flops == comparison.plain_2x.flops / 2
+    assert comparison.rows()[0][0][0] == "before"
+
+
+def test_a_missing_result_is_named(arms):
+    (arms / "eval-plain" / "eval.json").unlink()
+    with pytest.raises(UnspokenError, match=r"eval-plain/eval.json is not there"):
+        findings.Comparison.read(arms, "", "plain", "recycler", "plain-2x")
+
+
+def test_the_report_says_where_another_text_had_to_do(arms, stub):
+    (arms / "text").mkdir()
+    manifest = {"sources": [{"name": "stdlib", "licence": "PSF-2.0"}], "counts": {}, "splits": {"val": {"tokens": 5}}}
+    (arms / "text" / "manifest.json").write_text(json.dumps(manifest))
+    for name in ("plain-2x", "recycler", "smollm2-plain", "smollm2-recycler"):
+        line = {"prompt": "Once", "completions": [{"text": f" upon <{name}>"}]}
+        (arms / f"generations-{name}.jsonl").write_text(json.dumps(line) + "\n")
+    comparison = findings.Comparison.read(arms, "Small", "plain", "recycler", "plain-2x")
+    (arms / "commands").mkdir()
+    stage = pipelines.Stage("T", "W", [[Command("text", ("data",), arms / "text", 1.0)]])
+    pipeline = pipelines.Pipeline(arms, [stage], stub, Console(quiet=True))
+    Record("done", ["data", "stdlib"], note="no network: <pip>").write(arms / "commands" / "text.json")
+    html = story.write_report(arms, [comparison, comparison], pipeline, is_quick=False).read_text()
+    assert "ran in place of the first choice. no network: &lt;pip&gt;" in html
+    assert "upon &lt;smollm2-recycler&gt;" in html and "stdlib" in html and "lost to it" in html
+    assert "was not verified" in html and "<script" not in html
+
+
+def test_the_command_line_of_the_demo(tmp_path, monkeypatch):
+    (tmp_path / "thesis.txt").touch()
+    command_line = [sys.executable, str(DEMO / "run.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "holds other things" in done.stdout and "Traceback" not in done.stderr
