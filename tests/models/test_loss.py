@@ -22,8 +22,9 @@ BFLOAT16_TOLERANCE = 2e-2  # gradients pass through bfloat16 logits of eight bit
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Three tokens a chunk: several chunks, and a last one that is not full."""
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 3 * VOCAB)
+    """At most four tokens a chunk, three rows a block: several of both, and not all full."""
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 4 * VOCAB)
+    monkeypatch.setattr(loss_module, "CPU_BLOCK", 3 * VOCAB)
 
 
 def problem(num_passes: int, dtype=torch.float64) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -67,11 +68,17 @@ def test_plain_is_cross_entropy_by_hand():
 def test_no_chunk_is_larger_than_asked(monkeypatch):
     """B53: the point of it all. No logits of more tokens than a chunk's are ever made."""
     seen = []
-    linear = F.linear
-    monkeypatch.setattr(loss_module.F, "linear", lambda h, w: seen.append(h.shape[0]) or linear(h, w))
+    mm = torch.mm
+
+    def spy(left, right, out):
+        if out.shape[1] == VOCAB:
+            seen.append(out.shape[0])
+        return mm(left, right, out=out)
+
+    monkeypatch.setattr(loss_module.torch, "mm", spy)
     passes, weight, targets = problem(2)
     chunked_cross_entropy(passes, weight, targets, LogitTransform())
-    assert seen == [3, 3, 3] * 2  # nine targets a pass; positions without one skip the head
+    assert seen == [3, 4, 3, 4, 4]  # nine targets a pass, 18 in all; positions without one skip the head
 
 
 @pytest.mark.parametrize("frozen", ["head", "body"])
@@ -129,6 +136,37 @@ def test_a_bfloat16_head_sums_its_gradient_in_float32():
     (gradient,) = torch.autograd.grad(total, weight)
     exact = 4096 * (1 / VOCAB - 1)
     torch.testing.assert_close(gradient[0].float(), torch.full((WIDTH,), exact), rtol=BFLOAT16_TOLERANCE, atol=0)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_autocast_makes_the_weights_gradient_no_worse(transform):
+    """The plain loss rounds it to bfloat16 under autocast; summed in float32, it is at least as near the exact one."""
+    passes, weight, targets = problem(2, torch.float32)
+    exact = torch.autograd.grad(plain_cross_entropy(passes, weight, targets, transform).sum(), weight)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain_cross_entropy(passes, weight, targets, transform).sum()
+        total, _ = chunked_cross_entropy(passes, weight, targets, transform)
+    ours, theirs = (torch.autograd.grad(loss, weight)[0] for loss in (total, expected))
+    assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
+
+
+def test_a_confident_token_keeps_its_gradient():
+    """In bfloat16 p - 1 is 0 where p rounds to 1; the target's gradient is -(1 - p), however small."""
+    hidden = torch.tensor([[[8.0]]], dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16)
+    chunked_cross_entropy([hidden], weight, torch.tensor([[0]]), LogitTransform())[0].backward()
+    assert hidden.grad.item() == pytest.approx(-torch.sigmoid(torch.tensor(-8.0)).item(), rel=BFLOAT16_TOLERANCE)
+
+
+def test_a_compiled_graph_keeps_positions_without_a_target_and_counts_none():
+    passes, weight, targets = problem(2)
+    compiled = torch.compile(chunked_cross_entropy, backend="aot_eager", fullgraph=True)
+    total, losses = compiled(passes, weight, targets, TRANSFORMS["all"])
+    expected = plain_cross_entropy(passes, weight, targets, TRANSFORMS["all"])
+    torch.testing.assert_close(losses, expected.detach())
+    wanted = torch.autograd.grad(3.5 * expected.sum(), [*passes, weight])
+    for a, w in zip(torch.autograd.grad(3.5 * total, [*passes, weight]), wanted):
+        torch.testing.assert_close(a, w)
 
 
 def test_the_operator_keeps_its_promises_to_the_compiler():

@@ -84,7 +84,8 @@ class LogitTransform:
         """Gradient with respect to the raw logits, from that of the transformed `logits`."""
         if self.cap:
             gradient = gradient * (1 - (logits / self.cap) ** 2)
-        return gradient * (self.multiplier / self.divisor)
+        slope = self.multiplier / self.divisor
+        return gradient if slope == 1.0 else gradient * slope
 
 
 def logit_transform(text_config: PreTrainedConfig) -> LogitTransform:
