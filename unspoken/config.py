@@ -39,6 +39,10 @@ class LatentConfig(PreTrainedConfig):
         # One truth: a body with its own idea of tying would tie, or not, behind the head model's back.
         self.text_config.tie_word_embeddings = self.tie_word_embeddings
 
+    def to_dict(self) -> dict:
+        """Without the `use_cache` that trainers switch off here for their run: the backbone's is the one read."""
+        return {name: value for name, value in super().to_dict().items() if name != "use_cache"}
+
     @property
     def vocab_size(self) -> int:
         return self.text_config.vocab_size

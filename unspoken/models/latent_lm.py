@@ -189,6 +189,7 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             num_passes=num_passes,
             prompt_mask=prompt_mask,
+            return_dict=True,
             **self._decoding_options(logits_to_keep),
             **kwargs,
         )

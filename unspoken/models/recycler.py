@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import RecyclerConfig
 from unspoken.latent.cache import RecycledStateLayer, attach_state, fork, recycled_state
@@ -71,6 +72,7 @@ class RecyclerModel(LatentModel):
         self.adapter_scale = 1.0 / input_multiplier(config.text_config)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import VanillaConfig
 from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
@@ -18,6 +19,7 @@ class VanillaModel(LatentModel):
         super().__init__(config)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
