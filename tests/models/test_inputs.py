@@ -34,7 +34,10 @@ def test_a_misspelled_argument_is_refused(model, ids, wrong, right):
 def test_arguments_of_transformers_are_passed_on(model, ids):
     outputs = model(ids, output_hidden_states=True, use_cache=False)
     assert len(outputs.hidden_states) == model.config.num_hidden_layers + 1
-    assert model(ids, return_dict=False)[0].shape == (2, 5, 64)
+    for forward, width in ((model, 64), (model.model, 32), (plain(), 64), (plain().model, 32)):
+        assert forward(ids, return_dict=True, use_cache=False)[0].shape == (2, 5, width)
+        first, *_ = forward(ids, return_dict=False, use_cache=False)
+        assert first.shape == (2, 5, width)
 
 
 @pytest.mark.parametrize("num_passes", [0, -1, 1.5, "two", "Exact"])
@@ -95,3 +98,10 @@ def test_logits_of_some_positions(model, ids):
     training = tiny_model("llama").train()
     assert training(ids, labels=ids).logits is None
     assert training(ids, labels=ids, skip_logits=False).logits is not None
+
+
+def test_a_configuration_that_wants_tuples(ids):
+    model = tiny_model("llama")
+    model.config.return_dict = False
+    loss, logits, *_ = model(ids, labels=ids)
+    assert (loss.ndim, logits.shape) == (0, (2, 5, 64))
