@@ -184,7 +184,7 @@ class Pipeline:
         for one in running.values():
             if time.monotonic() - one.shown_at >= LINE_EVERY_SECONDS:
                 one.shown_at = time.monotonic()
-                self.console.print(_line(one), soft_wrap=True)
+                self.console.print(_line(one))
 
     def _is_newer_than_needs(self, record: Record, command: Command) -> bool:
         needs = [self.record(name) for name in command.needs]
@@ -198,7 +198,7 @@ class Pipeline:
         return max(sum(c.cpu_seconds for c in lane if not self.is_done(c)) for lane in stage.lanes)
 
     def _stage_left(self, queues: list[deque[Command]], running: dict[int, Running]) -> float:
-        left = [sum(command.cpu_seconds for command in queue) for queue in queues]
+        left = [sum(command.cpu_seconds for command in queue if not self.is_done(command)) for queue in queues]
         for lane, one in running.items():
             left[lane] += max(0.0, one.command.cpu_seconds - one.elapsed_seconds)
         return max(left)
