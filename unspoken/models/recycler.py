@@ -185,7 +185,7 @@ class RecyclerModel(LatentModel):
         """One chunk of a prompt, all passes of it, each over its own keys and values of the chunks before."""
         if state is None or not state.chunk_states:
             seam = state.read() if state is not None else None
-            caches = [DynamicCache(config=self.config) if seam is None else fork(cache) for _ in range(num_passes - 1)]
+            caches = [fork(cache) for _ in range(num_passes - 1)]
             states = [seam] * num_passes
         else:
             caches, states = state.chunk_caches, state.chunk_states
