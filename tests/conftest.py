@@ -37,3 +37,12 @@ def no_network():
 def seeded():
     """Tests draw random numbers from a known state and leave none behind."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def num_graphs():
+    """Compile from scratch; call it for how many graphs were compiled since."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()

@@ -114,6 +114,45 @@ def test_chunks_of_a_padded_batch_and_of_a_second_turn(name, chunk):
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_chunks_into_a_static_cache(name, chunk):
+    """A last chunk of one token came with a mask of the static length, which the earlier pass's own cache had not."""
+    model, prompt = tiny_model(name), random_ids(1, 9)
+    ids = model.generate(
+        prompt, prefill_chunk_size=chunk, cache_implementation="static", max_new_tokens=5, do_sample=False
+    )
+    assert torch.equal(ids, naive_generate(model, prompt, 5, 2)[0])
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"num_passes": "exact"}])
+def test_chunks_with_other_modes(options):
+    model, prompt = tiny_model("llama"), random_ids(1, 9)
+    options = {"max_new_tokens": 6, "do_sample": False, **options}
+    ids = model.generate(prompt, prefill_chunk_size=4, **options)
+    assert torch.equal(ids, model.generate(prompt, **options))
+
+
+@torch.no_grad()
+def test_turns_over_a_static_cache():
+    model, results = tiny_model("gemma3_text"), []
+    for cache in (StaticCache(model.config, max_cache_len=40), DynamicCache(config=model.config)):
+        ids = PROMPT
+        for turn in range(2):
+            outputs = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                cache=cache,
+                max_new_tokens=4,
+                do_sample=False,
+                return_dict_in_generate=True,
+            )
+            assert outputs.cache is cache
+            ids = torch.cat([outputs.sequences, random_ids(1, 3, seed=turn)], dim=1)
+        results.append(ids)
+    assert torch.equal(*results)
+
+
 def test_chunks_with_another_number_of_passes_are_refused():
     model = tiny_model("llama")
     cache = model.model(PROMPT[:, :4], use_cache=True, in_chunks=True, num_passes=2).cache
@@ -286,6 +325,9 @@ def test_the_older_name_of_a_cache():
         outputs = model(PROMPT[:, :1], past_key_values=cache)
         close(outputs.logits[:, -1], expected)
         assert outputs.cache is cache
+    expected = naive_generate(model, PROMPT, 4, 2)[0]
+    older = model.generate(PROMPT, past_key_values=DynamicCache(), max_new_tokens=4, do_sample=False)
+    assert torch.equal(older, expected)
     with pytest.raises(ValueError, match="not both"):
         model(PROMPT, cache=cache, past_key_values=cache)
     with pytest.raises(TypeError, match="transformers Cache, got tuple"):

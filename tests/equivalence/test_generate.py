@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from tests.families import ALL, EOS, PAD, REPRESENTATIVE, random_ids, tiny_model
-from tests.oracle import TOLERANCE, close, decoding_logits, drawn, naive_generate
+from tests.oracle import TOLERANCE, NaiveDecoder, close, decoding_logits, drawn, naive_generate
 
 PROMPTS = (random_ids(1, 7, seed=1), random_ids(1, 4, seed=2))
 NEW_TOKENS = 11  # longer than the sliding windows
@@ -180,6 +180,21 @@ def test_a_static_cache_with_beams_and_samples(name):
             model.generate(prompt, do_sample=True, num_return_sequences=3, max_new_tokens=6, cache_implementation=kind)
         )
     assert torch.equal(*samples)
+
+
+@torch.no_grad()
+def test_a_compiled_decoding_step_is_one_graph(num_graphs):
+    """The state of a static cache is read and written where it lies, and the position is data."""
+    model, prompt = tiny_model("llama_tied"), PROMPTS[0]
+    cache, naive = StaticCache(model.config, max_cache_len=24), NaiveDecoder(model)
+    model(prompt, cache=cache)
+    logits = naive.read(prompt, 2)
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for position in range(7, 12):
+        token = logits.argmax(-1, keepdim=True)
+        logits = naive.read(token, 1)
+        close(step(token, cache=cache, position_ids=torch.tensor([[position]])).logits[:, -1], logits)
+    assert num_graphs() == 1
 
 
 class Collector(BaseStreamer):

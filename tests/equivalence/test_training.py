@@ -137,20 +137,8 @@ def test_the_adapter_learns_from_zero():
     assert losses[0][0] == losses[0][1] != losses[-1][1] != losses[-1][0]
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_a_compiled_step_equals_an_eager_one(fresh_compiler, packed):
+def test_a_compiled_step_equals_an_eager_one(num_graphs, packed):
     """B25: one whole graph for each number of passes. Here forward and backward are traced, and run as they are; the
     slow test below generates code from them."""
     model = tiny_model("llama_tied", torch.float32).train()
@@ -170,16 +158,16 @@ def test_a_compiled_step_equals_an_eager_one(fresh_compiler, packed):
             loss.backward()
             close(loss, expected, 1e-5)
             assert_same(gradients(model), wanted, 1e-5)
-    assert graphs() == 2
+    assert num_graphs() == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_tied", "gemma3_text", "qwen3_moe"])
-def test_a_step_compiled_to_code_equals_an_eager_one(fresh_compiler, name):
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3_text"])
+def test_a_step_compiled_to_code_equals_an_eager_one(num_graphs, name):
     model = tiny_model(name, torch.float32).train()
     compiled = torch.compile(model)
     ids = random_ids(2, 9)
-    for num_passes in (1, 2, 3):
+    for num_passes in (1, 2):
         expected = model(ids, labels=ids, num_passes=num_passes).loss
         expected.backward()
         wanted = gradients(model)
