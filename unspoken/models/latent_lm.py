@@ -176,7 +176,7 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         logits_to_keep: logits of the last n positions alone (0: all), or of the given positions.
         skip_logits: return none; the default in training with labels, where the chunked loss needs none.
         """
-        if labels is not None and use_cache is None:
+        if labels is not None and use_cache is None and cache is None and kwargs.get("past_key_values") is None:
             use_cache = False
         if output_router_logits is not None:  # otherwise as the backbone's configuration says
             kwargs["output_router_logits"] = output_router_logits

@@ -218,6 +218,11 @@ class RecyclerModel(LatentModel):
 
     def _run(self, tokens: _Tokens, recycled: Tensor | None, cache: Cache | None = None):
         """One run of the backbone, with A(recycled) added to its input."""
+        if cache is not None and self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing:
+            raise ValueError(
+                "gradient checkpointing drops the cache that this forward needs (num_passes='exact', use_cache=True or "
+                "a cache); call gradient_checkpointing_disable(), or eval()"
+            )
         inputs = tokens.embeds
         if recycled is not None:
             added = self.adapter(recycled)
