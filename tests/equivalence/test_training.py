@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from tests.families import ALL, MOE, PAD, REPRESENTATIVE, random_ids, tiny_model
 from tests.oracle import close
@@ -75,11 +76,27 @@ def test_gradient_checkpointing_changes_nothing(name):
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_generation_from_a_model_that_checkpoints(name):
-    """B51: rollouts within training ran without a cache. In training mode too, where layers refuse one."""
+    """B51: rollouts within training ran without a cache. In training mode too, where layers drop it for a gradient."""
     model, prompt = tiny_model(name), random_ids(1, 7)
     expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
     model.gradient_checkpointing_enable()
-    assert torch.equal(model.eval().generate(prompt, max_new_tokens=5, do_sample=False), expected)
+    for training in (True, False):
+        ids = model.train(training).generate(prompt, max_new_tokens=5, do_sample=False)
+        assert torch.equal(ids, expected)
+
+
+@pytest.mark.parametrize("options", [{"num_passes": "exact"}, {"use_cache": True}, {"cache": "given"}])
+def test_a_cache_that_checkpointing_would_drop_is_refused(options):
+    """Layers that checkpoint drop the cache with a warning: the exact recurrence then attended to nothing before, and
+    gave another loss."""
+    model, ids = tiny_model("llama").train(), random_ids(2, 7)
+    if "cache" in options:
+        options = {"cache": DynamicCache(config=model.config)}
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing drops the cache"):
+        model(ids, labels=ids, **options)
+    model.gradient_checkpointing_disable()
+    assert model(ids, labels=ids, **options).loss > 0
 
 
 def test_bfloat16_autocast_trains_in_float32():
