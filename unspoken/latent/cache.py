@@ -32,7 +32,7 @@ class RecycledStateLayer(DummyLayer):
         super().__init__()
         self.static = static
         self.is_croppable = not static
-        self.states: Tensor | None = None
+        self.states: Tensor = None  # type: ignore[assignment]  # until the first write
         self.is_empty = True
         self.chunk_caches: list[Cache] = []
         self.chunk_states: list[Tensor | None] = []
@@ -75,7 +75,7 @@ class RecycledStateLayer(DummyLayer):
         if self.static and self.states is not None:
             self.states.zero_()
         else:
-            self.states = None
+            self.states = None  # type: ignore[assignment]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._replace(lambda states: states.index_select(0, beam_idx.to(states.device)))

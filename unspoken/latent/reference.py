@@ -26,9 +26,7 @@ def exact_recurrence(backbone: Backbone, adapter: Adapter, embeddings: Tensor) -
     return torch.cat(hidden, dim=1)
 
 
-def parallel_passes(
-    backbone: Backbone, adapter: Adapter, embeddings: Tensor, num_passes: int
-) -> list[Tensor]:
+def parallel_passes(backbone: Backbone, adapter: Adapter, embeddings: Tensor, num_passes: int) -> list[Tensor]:
     """The k-pass approximation: pass i adds A of pass i-1's state of the position before.
 
     embeddings [B, T, d] -> k hidden states [B, T, d]. Pass k is exact at the first k positions. Source: Recycler Eq. 4.
