@@ -78,6 +78,7 @@ class _Attack:
         return os.mkdir, (os.environ["ATTACK"],)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_pickled_object_is_refused_not_run(tmp_path, model, monkeypatch):
     (path,) = _save(tmp_path, model, 1)
     monkeypatch.setenv("ATTACK", str(tmp_path / "attacked"))

@@ -85,7 +85,8 @@ def test_gradient_checkpointing_changes_nothing(recipe):
 
 
 def test_resume_is_as_if_there_had_been_no_pause(values, tmp_path):
-    """7 steps against 3 + 4, with third passes, evaluations and means over logged steps across the seam: equal bits."""
+    """7 steps against 3 + 4: equal bits, with dropout, third passes, evaluations and logged means across the seam."""
+    values["model"]["backbone"]["attention_dropout"] = 0.1
     whole = _loop(_changed(values, "run", out=str(tmp_path / "whole")))
     assert whole.run()
     first = _loop(_changed(values, "run", out=str(tmp_path / "parts")))

@@ -79,7 +79,7 @@ def test_rows_reach_a_tracker_under_their_kind(tmp_path, monkeypatch):
     trackers = open_trackers(["tensorboard"], tmp_path, {"optim.betas": [0.9, 0.95], "run.seed": 0})
     track(trackers, {"step": 3, "kind": "train", "loss": 2.5})
     assert calls == [
-        ("made", "unspoken", tmp_path),
+        ("made", "unspoken", tmp_path / "tensorboard"),
         "started",
         {"optim.betas": "[0.9, 0.95]", "run.seed": 0},
         ({"train/loss": 2.5}, 3),

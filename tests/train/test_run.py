@@ -1,5 +1,6 @@
 """`unspoken train` as users meet it: the command, its files, its exit status."""
 
+import contextlib
 import json
 import os
 import signal
@@ -24,19 +25,30 @@ def command(values, tmp_path):
     return ["train", str(path)]
 
 
-def _start(command, **kwargs) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "unspoken.cli", *command],
-        env=ENVIRONMENT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **kwargs,
-    )
+@pytest.fixture
+def start():
+    """Starts commands in processes that do not outlive the test."""
+    processes = []
+
+    def start(command: list[str]) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "unspoken.cli", *command],
+            env=ENVIRONMENT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
-def test_an_unknown_key_exits_2_at_once_with_a_suggestion(command, tmp_path):
-    process = _start([*command, "--optim.learnign_rate", "1e-3"])
+def test_an_unknown_key_exits_2_at_once_with_a_suggestion(command, start, tmp_path):
+    process = start([*command, "--optim.learnign_rate", "1e-3"])
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "optim.learnign_rate: unknown key (did you mean 'learning_rate'?)" in err
@@ -70,9 +82,9 @@ def test_a_run_from_recipe_to_model(command, tmp_path, capsys):
     assert losses[0] == losses[1]
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(command, tmp_path):
+def test_ctrl_c_saves_and_says_how_to_go_on(command, start, tmp_path):
     """The printed command, as it is, finishes the run."""
-    process = _start([*command, "--train.max_steps", "100000", "--train.log_every", "1"])
+    process = start([*command, "--train.max_steps", "100000", "--train.log_every", "1"])
     log = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while not (log.exists() and log.read_text().count('"train"') >= 2):
@@ -104,8 +116,6 @@ def test_a_resumed_run_cannot_become_another_one(command, tmp_path, capsys, monk
 
 
 def _stopped_by_a_signal(loop):
-    import contextlib
-
     step = loop._step
     loop._step = lambda: (setattr(loop, "stop_signal", 15), step())[1]
     return contextlib.nullcontext()

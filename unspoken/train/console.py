@@ -25,6 +25,7 @@ class RunConsole:
                 TextColumn("{task.fields[what]}"),
                 TimeElapsedColumn(),
                 console=self.console,
+                refresh_per_second=2,
             )
             self.task = self.progress.add_task("", total=self.num_steps, completed=self.first_step, what="")
             self.progress.start()

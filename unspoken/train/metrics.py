@@ -135,7 +135,7 @@ def open_trackers(names: Sequence[str], folder: Path, values: dict[str, Any]) ->
     trackers = []
     for name in names:
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
-        where = {"logging_dir": folder} if tracker_class.requires_logging_directory else {}
+        where = {"logging_dir": folder / name} if tracker_class.requires_logging_directory else {}
         tracker = tracker_class("unspoken", **where)
         tracker.start()
         tracker.store_init_configuration(

@@ -74,11 +74,13 @@ def _start(recipe: Recipe, resume: bool) -> "TrainingLoop":
 
     check_trackers(recipe.run.report_to)
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from unspoken.train.build import build_model, load_checkpoint, open_data, pick_device
     from unspoken.train.checkpoint import checkpoints
     from unspoken.train.loop import TrainingLoop
 
+    disable_progress_bar()  # a bar for each checkpoint would break ours
     device = pick_device(recipe.run.device)
     data = open_data(recipe)
     folder = recipe.run.out
