@@ -69,6 +69,17 @@ def test_an_interrupted_run_writes_a_part_marked_as_such(model_folder, data_fold
     assert not (model_folder / "eval.partial.json").exists()
 
 
+def test_a_model_that_diverged_still_gives_json(tmp_path, shards, data_folder, capsys):
+    model = texts.text_model()
+    model.model.adapter.proj.weight.data.fill_(float("nan"))
+    folder = texts.save(tmp_path / "diverged", model, shards.load_tokenizer())
+    assert cli.main(command(folder, data_folder, "--num-passes", "2", "--no-exact")) == 0
+    assert "nan" in capsys.readouterr().out
+    text = (folder / "eval.json").read_text()
+    results = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["results"]
+    assert results["k=2"]["loss"] is None and results["k=1"]["loss"] > 0
+
+
 def test_data_of_another_tokenizer_is_refused(tmp_path, data_folder, capsys):
     folder = texts.save(tmp_path / "other", texts.text_model(), texts.chat_tokenizer())
     assert cli.main(command(folder, data_folder)) == 1

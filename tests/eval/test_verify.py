@@ -106,6 +106,12 @@ def test_a_broken_model_fails_the_row_that_is_there_for_it(monkeypatch, model, b
     assert failed(verify(model, names=[row])) == [row]
 
 
+def test_what_is_not_a_number_is_no_deviation(monkeypatch, model):
+    not_a_number(monkeypatch, model)
+    result = verify(model, names=["causality"]).results[0]
+    assert result.deviation is None and result.note == "not a finite number"
+
+
 def test_a_fault_that_only_one_row_sees_leaves_the_others_green(monkeypatch, model):
     state_not_reordered(monkeypatch, model)
     assert failed(verify(model)) == ["beam score = rescored"]

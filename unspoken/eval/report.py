@@ -4,12 +4,14 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import platform
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -86,7 +88,7 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
 def write(evaluation: Evaluation, out: Path) -> Path:
     """Write the JSON file, and the plots of a finished run; return the JSON file's path."""
     path = out / (COMPLETE if evaluation.scores.is_complete else PARTIAL)
-    path.write_text(json.dumps(as_dict(evaluation), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_finite(as_dict(evaluation)), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if evaluation.scores.is_complete:
         (out / PARTIAL).unlink(missing_ok=True)
         name = Path(evaluation.args.model).name
@@ -145,6 +147,15 @@ def _result(loss: Loss) -> dict:
     result = dataclasses.asdict(loss)
     del result["name"]
     return result
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinite or undefined numbers: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _spread(interval: tuple[float, float] | None) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import platform
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -110,6 +111,8 @@ def _run(name: str, check: Callable[[Subject], float], subject: Subject) -> Resu
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         kind = "" if isinstance(error, UnspokenError) else f"{type(error).__name__}: "
         return Result(name, False, None, tolerance, kind + reason)
+    if not math.isfinite(worst):
+        return Result(name, False, None, tolerance, "not a finite number")
     passed = worst <= tolerance
     is_trained = name == BASE_CHECK and not passed
     return Result(name, passed, worst, tolerance, "differs too once a model is trained" if is_trained else "")
