@@ -13,7 +13,7 @@ demo: $(STAMP)
 	$(BIN)/python recipes/demo/run.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
