@@ -155,6 +155,16 @@ def test_a_plain_model_trains_in_the_same_loop(values):
     assert set(loop.last_rows["eval"]) == {"step", "kind", "tokens", "loss_pass_1", "wall_seconds", "cpu_seconds"}
 
 
+def test_an_adapter_that_swamps_the_embedding_is_reported_once(values, capsys):
+    """B61: recycled states much larger than embeddings, unseen until the loss is lost."""
+    values["train"] |= {"max_steps": 2, "log_every": 1, "eval_every": 0, "third_pass_fraction": 0}
+    for std, num_warnings in ((0.01, 0), (10.0, 1)):
+        loop = _loop(Recipe.model_validate(values))
+        torch.nn.init.normal_(loop.model.model.adapter.proj.weight, std=std)
+        loop.run()
+        assert capsys.readouterr().err.count("times as large as the token embeddings") == num_warnings
+
+
 @pytest.mark.parametrize("poison", ["weights", "gradient"])
 def test_a_value_that_is_not_finite_stops_before_the_weights_move(recipe, poison):
     loop = _loop(recipe)
