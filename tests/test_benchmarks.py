@@ -1,0 +1,191 @@
+"""The benchmarks with tiny models: no report where the arms disagree, and a table that says what was recorded."""
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import decode, loop_overhead, loss_memory, run, table, train_step
+from benchmarks.arms import Arms, shared_arms
+from benchmarks.ceiling import counted_flops
+from benchmarks.measure import RedCheckError, check, interleave, ratio
+from benchmarks.record import RESULTS, Result, Row, Spread, Target, environment
+from unspoken.data.prepare import PrepareOptions, prepare
+from unspoken.models import latent_lm
+
+SMALL = {
+    "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+full = loss_memory.FUNCTIONS["full logits"]
+DECODE = {"prompt_tokens": 5, "new_tokens": 4, "rounds": 2, "warmup_rounds": 0}
+ROUNDS = {"rounds": 1, "warmup_rounds": 0}
+
+
+@pytest.fixture(autouse=True)
+def quick_ceilings(monkeypatch):
+    for module in (decode, train_step, loss_memory):
+        monkeypatch.setattr(module, "matmul_flops_per_second", lambda dtype: 1e9)
+    monkeypatch.setattr(decode, "read_bytes_per_second", lambda: 1e9)
+
+
+def arms(adapter: float = 0.0) -> Arms:
+    """Arms over one tiny model; they agree while the adapter is zero."""
+    torch.manual_seed(0)
+    made = shared_arms(LlamaForCausalLM(LlamaConfig(vocab_size=50, eos_token_id=None, **SMALL)).eval())
+    torch.nn.init.constant_(made.recycler.model.adapter.proj.weight, adapter)
+    return made
+
+
+def example() -> Result:
+    rows = [
+        Row({"dtype": "fp32", "batch": 1}, "plain", "tokens per CPU-second", Spread(10.0, 9.5, 10.5, 5), ceiling=20.0),
+        Row(
+            {"dtype": "fp32", "batch": 1}, "recycler", "tokens per CPU-second", Spread(9.9, 9.4, 10.4, 5),
+            "plain", Spread(0.99, 0.98, 1.0, 5), Target(at_least=0.97), 20.0,
+        ),
+        Row(
+            {"k": 2}, "chunked", "CPU-seconds", Spread(1234.5, 1234.5, 1234.5, 1),
+            "full", Spread(1.5, 1.4, 1.6, 5), Target(at_most=1.0), 617.25,
+        ),
+    ]  # fmt: skip
+    return Result("decode", "How fast?", "Method.", "what is", {"rounds": 5}, ["same tokens"], rows, environment(0.5))
+
+
+def test_the_table_says_what_was_recorded():
+    lines = table.section(example()).splitlines()
+    assert "| dtype | batch | arm | tokens per CPU-second | ratio to plain | target | ceiling |" in lines
+    assert "| fp32 | 1 | plain | 10.0 [9.500, 10.5] |  |  | 20.0 (50%) |" in lines
+    assert "| fp32 | 1 | recycler | 9.900 [9.400, 10.4] | 0.990 [0.980, 1.000] | >= 0.97: met | 20.0 (50%) |" in lines
+    # Another kind of case is another table; seconds come near their ceiling from above; a miss is loud.
+    assert "| 2 | chunked | 1,234 | 1.500 [1.400, 1.600] | <= 1.0: MISSED | 617 (50%) |" in lines
+    assert "Held: same tokens." in lines
+
+
+def test_a_record_is_whole_and_reads_back(tmp_path):
+    result = example()
+    path = result.save(tmp_path)
+    assert Result.load(path) == result
+    recorded = json.loads(path.read_text())["environment"]
+    assert {"commit", "command", "cpu", "cores", "threads_used", "load_average", "torch", "transformers"} <= set(
+        recorded
+    )
+
+
+def test_the_readme_is_the_one_that_the_records_make():
+    records = sorted(RESULTS.glob("*.json"))
+    assert {path.stem for path in records} <= set(run.NAMES)
+    assert table.README.read_text() == table.render(map(Result.load, records))
+
+
+def test_a_round_begins_with_the_next_arm_and_ratios_are_within_rounds():
+    calls: list[str] = []
+
+    def arm(name: str, values: list[float]):
+        return lambda: calls.append(name) or {"seconds": values.pop(0)}
+
+    rounds = interleave({"a": arm("a", [1, 2, 8]), "b": arm("b", [1, 6, 16])}, repeats=2, warmup=1)
+    assert calls == ["b", "a", "a", "b", "b", "a"]
+    assert rounds == {"a": {"seconds": [2, 8]}, "b": {"seconds": [6, 16]}}
+    assert ratio(rounds, "b", "a", "seconds") == Spread(2.5, 2.25, 2.75, 2)
+
+
+def test_decode_reports_equal_arms_and_refuses_others():
+    checks: list[str] = []
+    rows = decode.measure(arms(), torch.float32, 2, DECODE, checks)
+    assert [row.arm for row in rows] == ["plain", "recycler k_prefill=1", "recycler k_prefill=2"] * 2
+    assert all(row.value.median > 0 and row.value.repeats == 2 for row in rows) and len(checks) == 2
+    with pytest.raises(RedCheckError, match="logits"):
+        decode.measure(arms(adapter=1.0), torch.float32, 2, DECODE, checks)
+
+
+def test_decode_refuses_other_tokens(monkeypatch):
+    """One-pass prefill hides an adapter that is awake; decoding does not."""
+    monkeypatch.setattr(decode, "_check_logits", lambda *_: None)
+    with pytest.raises(RedCheckError, match="same tokens"):
+        decode.measure(arms(adapter=1.0), torch.float32, 1, {**DECODE, "new_tokens": 24}, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_train_step_reports_equal_arms_and_refuses_others(dtype):
+    rows = train_step.measure(arms(), dtype, (2, 9), ROUNDS, [])
+    flops = {row.arm: row.ceiling for row in rows}
+    assert flops["recycler k=2"] == pytest.approx(2 * flops["vanilla"], rel=0.1)
+    assert {row.arm: row.target for row in rows if row.target} == {"recycler k=2": Target(at_most=2.05)}
+    with pytest.raises(RedCheckError, match="each pass's loss"):
+        train_step.measure(arms(adapter=1.0), dtype, (2, 9), ROUNDS, [])
+
+
+def test_our_loss_counts_the_flops_that_the_plain_one_does():
+    both, tokens = arms(), torch.ones(1, 9, dtype=torch.long)
+    # The plain model makes logits at the last position too, where there is no target.
+    ours, theirs = (
+        counted_flops(lambda model=model: train_step.forward_backward(model, tokens, torch.float32))
+        for model in (both.vanilla, both.plain)
+    )
+    assert theirs - ours == 3 * 2 * SMALL["hidden_size"] * 50
+
+
+def test_loss_time_is_reported_of_equal_losses_alone(monkeypatch):
+    case = {"dtype": "bf16", "vocabulary": 40, "hidden": 8, "tokens": 11, "k": 2}
+    assert [row.arm for row in loss_memory.seconds(case, ROUNDS, [])] == ["full logits", "chunked"]
+    monkeypatch.setitem(loss_memory.FUNCTIONS, "chunked", lambda *arguments: (1.1 * full(*arguments)[0], None))
+    with pytest.raises(RedCheckError, match="the loss alone"):
+        loss_memory.seconds(case, ROUNDS, [])
+
+
+def test_loss_memory_is_reported_of_equal_losses_and_gradients_alone(monkeypatch):
+    case = {"dtype": "fp32", "vocabulary": 40, "batch": 2, "tokens": 9, "k": 2, "body": SMALL}
+    settings = {"memory_runs": 1}
+    monkeypatch.setattr(latent_lm, "chunked_cross_entropy", latent_lm.chunked_cross_entropy)  # put back afterwards
+    monkeypatch.setattr(loss_memory, "_in_fresh_process", loss_memory._one_step)
+    peaks = iter([100, 300, 100, 200] * 2)
+    monkeypatch.setattr(loss_memory, "_peak_bytes", lambda start_anew=False: next(peaks))
+    rows = loss_memory.memory(case, settings, [])
+    assert rows[1].ratio.median == 0.5 and "body" not in rows[1].case
+
+    def same_loss_double_gradient(*arguments):
+        total, losses = full(*arguments)
+        return 2 * total - total.detach(), losses
+
+    monkeypatch.setitem(loss_memory.FUNCTIONS, "chunked", same_loss_double_gradient)
+    with pytest.raises(RedCheckError, match="gradient norm"):
+        loss_memory.memory(case, settings, [])
+
+
+def test_a_red_check_reports_nothing_and_leaves_no_record(tmp_path, monkeypatch, capsys):
+    def red(quick: bool) -> Result:
+        check(False, "the arms agree", [])
+        raise AssertionError
+
+    monkeypatch.setitem(sys.modules, "benchmarks.decode", SimpleNamespace(run=red))
+    assert run.main(["--only", "decode", "--out", str(tmp_path)]) == 1
+    assert "does not hold that the arms agree" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_run_records_and_rewrites_the_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "benchmarks.decode", SimpleNamespace(run=lambda quick: example()))
+    assert run.main(["--only", "decode", "--quick"]) == 0  # shown, not recorded
+    assert run.main(["--only", "decode", "--out", str(tmp_path)]) == 0
+    assert re.search(r"0\.990 \[0\.980, 1\.000\]", capsys.readouterr().out)
+    assert (tmp_path / "README.md").read_text() == table.render([Result.load(tmp_path / "decode.json")])
+
+
+def test_loop_overhead_refuses_loops_that_train_differently(tmp_path, monkeypatch):
+    prepare(PrepareOptions(("stdlib",), tokenizer="bpe:300"), tmp_path / "data")
+    settings = {
+        "backbone": {"model_type": "llama", **SMALL}, "sequence_length": 16, "batch_size": 2,
+        "steps": 4, "steps_per_round": 2, "warmup_rounds": 0,
+    }  # fmt: skip
+    checks: list[str] = []
+    rows = loop_overhead.measure("recycler", tmp_path, settings, checks)
+    assert [row.arm for row in rows] == ["bare loop", "unspoken"] and rows[1].ratio.repeats == 2 and len(checks) == 1
+    monkeypatch.setattr(loop_overhead, "set_learning_rate", lambda *_: None)  # the adapter's is another than the rest's
+    (tmp_path / "recycler").rename(tmp_path / "finished")
+    with pytest.raises(RedCheckError, match="same weights"):
+        loop_overhead.measure("recycler", tmp_path, settings, [])
