@@ -25,6 +25,9 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     try:
         yield made
         made.chmod(0o777 & ~_umask())
+        for file in made.rglob("*"):  # safetensors writes for the owner alone
+            if file.is_file():
+                file.chmod(0o666 & ~_umask())
         if replace and target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
             target.rename(old / target.name)

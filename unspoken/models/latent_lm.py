@@ -201,7 +201,8 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
             loss, pass_losses = self.pass_loss(outputs, labels, num_items_in_batch)
         if outputs.router_logits is not None:
             aux_loss = self.router_loss(outputs.router_logits, attention_mask)
-            loss = loss + self.config.text_config.router_aux_loss_coef * aux_loss if loss is not None else None
+            if loss is not None and labels is not None:
+                loss = loss + self._router_loss_weight(labels, num_items_in_batch) * aux_loss
         if skip_logits is None:
             skip_logits = labels is not None and self.training
         if not skip_logits:
@@ -234,6 +235,13 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
         top_k = text_config.num_experts_per_tok
         return load_balancing_loss_func(router_logits, num_experts, top_k, mask)  # type: ignore[arg-type,return-value]
+
+    def _router_loss_weight(self, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
+        """The family's coefficient, shared out by targets over the micro-batches of one optimizer step."""
+        coefficient = self.config.text_config.router_aux_loss_coef
+        if num_items_in_batch is None:
+            return coefficient
+        return coefficient * (shift_labels(labels) != IGNORE_INDEX).sum() / num_items_in_batch
 
     def _decoding_options(self, logits_to_keep: int | Tensor) -> dict:
         """What a subclass's base model needs to know of the step that `generate` is in."""
