@@ -124,6 +124,18 @@ def test_what_is_not_done_any_more_is_run_again(make, tmp_path, spoil, expected)
     assert calls(tmp_path)[2:] == expected
 
 
+def test_another_recipe_is_another_command(make, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("a: 1")
+    lane = [command(tmp_path, "a", recipe=recipe)]
+    make(lane).run()
+    make(lane).run()
+    assert calls(tmp_path) == ["make a"]
+    recipe.write_text("a: 2")
+    make(lane).run()
+    assert calls(tmp_path) == ["make a", "make a"]
+
+
 def test_a_failure_says_what_to_repeat_and_the_rest_is_kept(make, tmp_path):
     lanes = [command(tmp_path, "a"), command(tmp_path, "b", "fail", "by design")], [command(tmp_path, "slow", "train")]
     with pytest.raises(pipelines.CommandFailed) as failed:

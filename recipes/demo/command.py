@@ -1,5 +1,6 @@
 """One of our commands as a process: what it was asked, what it printed, how it ended, what it cost."""
 
+import hashlib
 import json
 import os
 import signal
@@ -18,7 +19,8 @@ class Command:
     """`words` follow `unspoken`; `output` is there when it is done; `cpu_seconds` is what it should take.
 
     needs: names of commands whose output it reads. can_resume: stopped, it goes on with `--resume`.
-    instead: (what the first form says when it cannot work, the words to run then).
+    instead: (what the first form says when it cannot work, the words to run then). recipe: a file that it reads; with
+    another content it is another command.
     """
 
     name: str
@@ -28,6 +30,11 @@ class Command:
     needs: tuple[str, ...] = ()
     can_resume: bool = False
     instead: tuple[str, tuple[str, ...]] | None = None
+    recipe: Path | None = None
+
+    @property
+    def recipe_sha256(self) -> str:
+        return hashlib.sha256(self.recipe.read_bytes()).hexdigest() if self.recipe else ""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Record:
     peak_memory_bytes: int = 0
     ended: float = 0.0
     note: str = ""
+    recipe_sha256: str = ""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -59,6 +67,7 @@ class Running:
 
     def __init__(self, command: Command, words: list[str], program: Sequence[str], log: Path, before: Record | None):
         self.command, self.words, self.log = command, words, log
+        self.recipe_sha256 = command.recipe_sha256
         is_resumed = words[-1] == RESUME
         self.before = before if is_resumed and before else Record("stopped", words)
         self.began = self.shown_at = time.monotonic()
@@ -105,6 +114,7 @@ class Running:
             max(before.peak_memory_bytes, self.usage[1]),
             time.time(),
             note,
+            self.recipe_sha256,
         )
 
     def tail(self, num_lines: int) -> str:

@@ -3,8 +3,8 @@
     OUT/commands/NAME.json   what ran, how it ended and what it cost
     OUT/commands/NAME.log    what it printed
 
-A command is done when its record says so, its words are those of the record, its output is there, and nothing it
-needs was made after it. Anything else is run again; a training run that was stopped goes on from its checkpoint.
+A command is done when its record says so, its words and its recipe are those of the record, its output is there, and
+nothing it needs was made after it. Anything else is run again; a stopped training run goes on from its checkpoint.
 """
 
 import shlex
@@ -88,8 +88,7 @@ class Pipeline:
         record = self.record(command.name)
         if record is None or record.status != "done" or not command.output.exists():
             return False
-        forms = [command.words, *([command.instead[1]] if command.instead else [])]
-        return tuple(record.words) in forms and self._is_newer_than_needs(record, command)
+        return _is_same(record, command) and self._is_newer_than_needs(record, command)
 
     def typed(self, words: Sequence[str]) -> str:
         """A command as a person would type it."""
@@ -130,8 +129,8 @@ class Pipeline:
     def _words(self, command: Command) -> list[str]:
         """The words to run now: with `--resume` if they can go on, else with the place for them cleared."""
         record, words = self.record(command.name), list(command.words)
-        was_begun = command.can_resume and command.output.exists() and record is not None and record.words == words
-        if was_begun and record.status != "done" and self._is_newer_than_needs(record, command):
+        was_begun = record is not None and record.status != "done" and command.can_resume and command.output.exists()
+        if was_begun and _is_same(record, command) and self._is_newer_than_needs(record, command):
             return [*words, RESUME]
         _delete(command.output)
         _delete(self._record_path(command.name))
@@ -217,6 +216,11 @@ def duration(seconds: float) -> str:
     """63 -> 1:03."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes}:{seconds:02}"
+
+
+def _is_same(record: Record, command: Command) -> bool:
+    forms = [command.words, *([command.instead[1]] if command.instead else [])]
+    return tuple(record.words) in forms and record.recipe_sha256 == command.recipe_sha256
 
 
 def _commands(stage: Stage) -> list[Command]:

@@ -57,7 +57,11 @@ def _finding(comparison: Comparison) -> Finding:
     outcomes = {comparison.equal_tokens.outcome, comparison.equal_compute.outcome}
     outcome = outcomes.pop() if len(outcomes) == 1 else Outcome.UNCLEAR
     unit = comparison.equal_tokens
-    return Finding(text, outcome.value, f"Measured on {unit.num_units} {unit.unit} of held-out text, paired.")
+    small = (
+        f"In nats per token, with 95 % intervals over {unit.num_units} {unit.unit} of held-out text, paired. What the "
+        f"recycled state itself does (the recycler as it decodes minus its own first pass): {comparison.feedback}."
+    )
+    return Finding(text, outcome.value, small)
 
 
 def _cards(comparisons: Sequence[Comparison], verified: Run) -> Cards:
