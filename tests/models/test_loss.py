@@ -158,6 +158,16 @@ def test_a_confident_token_keeps_its_gradient():
     assert hidden.grad.item() == pytest.approx(-torch.sigmoid(torch.tensor(-8.0)).item(), rel=BFLOAT16_TOLERANCE)
 
 
+def test_a_kept_graph_gives_the_same_gradients_again():
+    """A graph that is not kept scales its gradients where they lie; a kept one must not."""
+    passes, weight, targets = problem(2)
+    total, _ = chunked_cross_entropy(passes, weight, targets, LogitTransform())
+    first, second = (torch.autograd.grad(3.5 * total, [*passes, weight], retain_graph=True) for _ in range(2))
+    last = torch.autograd.grad(3.5 * total, [*passes, weight])
+    for a, b, c in zip(first, second, last):
+        assert torch.equal(a, b) and torch.equal(a, c) and a.any()
+
+
 def test_a_compiled_graph_keeps_positions_without_a_target_and_counts_none():
     passes, weight, targets = problem(2)
     compiled = torch.compile(chunked_cross_entropy, backend="aot_eager", fullgraph=True)

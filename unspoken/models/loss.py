@@ -87,7 +87,7 @@ def _chunked_cross_entropy(
     states, targets = hidden.flatten(0, 1), targets.repeat(hidden.shape[0])
     losses = states.new_empty(len(states), dtype=precise)
     grad_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
-    grad_weight = torch.zeros_like(weight, dtype=precise) if wants_weight else weight.new_empty(0, dtype=precise)
+    grad_weight = weight.new_zeros(weight.shape if wants_weight else 0, dtype=precise)
     chunks = _slices(len(states), CHUNK_LOGITS // len(weight))
     buffer = states.new_empty(max((part.stop - part.start for part in chunks), default=0), len(weight))
     for part in chunks:
@@ -124,12 +124,19 @@ def _scale_gradients(ctx, grad_losses, _grad_hidden, _grad_weight):
     """All passes come in with one weight: the caller may only use the losses' sum."""
     grad_hidden, grad_weight = ctx.saved_tensors
     scale = grad_losses[0]
-    grad_hidden = grad_hidden * scale.to(grad_hidden.dtype) if ctx.wants_hidden else None
-    grad_weight = (grad_weight * scale).to(ctx.weight_dtype) if ctx.wants_weight else None
+    # A graph that is not kept is done with its tensors: no second gradient of the head's size is made.
+    multiply = torch.mul if _graph_is_kept() else Tensor.mul_
+    grad_hidden = multiply(grad_hidden, scale) if ctx.wants_hidden else None
+    grad_weight = multiply(grad_weight, scale).to(ctx.weight_dtype) if ctx.wants_weight else None
     return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 _chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
+def _graph_is_kept() -> bool:
+    """Whether the running backward was asked to keep its graph; yes, where torch no longer tells."""
+    return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
 
 
 def _loss_then_gradient(raw: Tensor, targets: Tensor, transform: LogitTransform) -> Tensor:
