@@ -23,7 +23,7 @@ import findings  # noqa: E402
 import pipeline as pipelines  # noqa: E402
 import run as demo  # noqa: E402
 import story  # noqa: E402
-from command import Command, Record  # noqa: E402
+from command import Command, Record, Running  # noqa: E402
 
 STUB = """
 import pathlib, signal, sys, time
@@ -188,6 +188,18 @@ Pipeline(out, [Stage("Title", "Why.", [lane])], {stub!r}, Console()).run()
     assert again.cpu_seconds > record.cpu_seconds and again.wall_seconds > record.wall_seconds  # both tries
 
 
+def test_a_signal_to_a_command_that_has_just_ended(tmp_path, stub):
+    """Popen's own methods fetch the exit status, after which it could not be had with its cost."""
+    (tmp_path / "out").mkdir()
+    one = command(tmp_path, "a")
+    running = Running(one, list(one.words), stub, tmp_path / "log", None)
+    wait_for(one.output.exists)
+    time.sleep(0.5)
+    running.send(signal.SIGINT)
+    wait_for(running.has_ended)
+    assert running.status == 0 and running.record("done").cpu_seconds > 0
+
+
 def wait_for(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -253,19 +265,16 @@ def test_the_arms_of_a_comparison_differ_in_what_they_must_and_no_more():
     for name, given in words.items():
         if given[0] == "train":
             recipes[name] = load_recipe(DEMO.parents[1] / given[1], list(given[2:])).plain()
-    for plain, recycler, twice in [
-        ("plain", "recycler", "plain-2x"),
-        ("smollm2-plain", "smollm2-recycler", "smollm2-plain"),
-    ]:
-        a, b = recipes[plain], recipes[recycler]
-        assert recipes[twice]["train"]["total_tokens"] == 2 * b["train"]["total_tokens"]
-        assert a["model"].get("backbone") == b["model"].get("backbone") and a["data"] == b["data"]
-        for key in ("learning_rate", "weight_decay", "schedule", "warmup_steps", "warmup_fraction", "betas"):
-            assert a["optim"][key] == b["optim"][key]
-        assert a["train"]["batch_size"] == b["train"]["batch_size"] and a["run"]["seed"] == b["run"]["seed"]
-    halfway = recipes["smollm2-recycler"]["train"]["total_tokens"] // (4 * 256)
-    assert recipes["smollm2-plain"]["train"]["save_every"] == halfway == demo.FULL.num_smollm2_steps
-    assert recipes["smollm2-plain"]["optim"]["schedule"] == "constant"
+    for prefix in ("", "smollm2-"):
+        plain, recycler, twice = (recipes[prefix + name] for name in ("plain", "recycler", "plain-2x"))
+        tokens = recycler["train"]["total_tokens"]
+        assert (plain["train"]["total_tokens"], twice["train"]["total_tokens"]) == (tokens, 2 * tokens)
+        for arm in (plain, twice):
+            assert arm["model"].get("backbone") == recycler["model"].get("backbone") and arm["data"] == recycler["data"]
+            for key in ("learning_rate", "weight_decay", "schedule", "warmup_steps", "warmup_fraction", "betas"):
+                assert arm["optim"][key] == recycler["optim"][key]
+            assert arm["train"]["batch_size"] == recycler["train"]["batch_size"]
+            assert arm["run"]["seed"] == recycler["run"]["seed"]
 
 
 @pytest.fixture
@@ -283,38 +292,33 @@ def arms(tmp_path):
 
 
 def test_the_closing_table_and_sentence_follow_the_numbers(arms):
-    comparison = findings.Comparison.read(arms, "Small", "plain", "recycler", "plain-2x")
+    comparison = findings.Comparison.read(arms, "Small")
     assert comparison.equal_tokens.mean == pytest.approx(-0.1) and comparison.equal_compute.mean == pytest.approx(0.3)
     console = Console(file=io.StringIO(), width=80)
     console.print(findings.closing_table(comparison))
     for text in ("recycler minus this", "-0.100 [-0.100, -0.100]", "+0.300 [+0.300, +0.300]", "1.8e10", "4.950"):
         assert text in console.file.getvalue()
+    before = findings.Comparison.read(arms, "Small", before="plain")
+    assert before.rows()[0][0][0] == "before" and before.rows()[0][1] == comparison.equal_tokens
     (sentence,) = findings.sentences([comparison], is_quick=False)
     assert sentence.startswith("Small: recycling beat the plain model at equal tokens") and "lost to it" in sentence
     assert findings.QUICK_SIZES in findings.sentences([comparison], is_quick=True)
 
 
-def test_half_a_run_is_half_its_tokens_and_compute(arms):
-    comparison = findings.Comparison.read(arms, "", "plain", "recycler", "plain-2x", before="plain", share=0.5)
-    assert (comparison.plain.tokens, comparison.plain_2x.tokens) == (1500, 3000)
-    assert comparison.plain_2x.run.folder == arms / "plain" and comparison.plain.flops == comparison.plain_2x.flops / 2
-    assert comparison.rows()[0][0][0] == "before"
-
-
 def test_a_missing_result_is_named(arms):
     (arms / "eval-plain" / "eval.json").unlink()
     with pytest.raises(UnspokenError, match=r"eval-plain/eval.json is not there"):
-        findings.Comparison.read(arms, "", "plain", "recycler", "plain-2x")
+        findings.Comparison.read(arms, "Small")
 
 
 def test_the_report_says_where_another_text_had_to_do(arms, stub):
     (arms / "text").mkdir()
     manifest = {"sources": [{"name": "stdlib", "licence": "PSF-2.0"}], "counts": {}, "splits": {"val": {"tokens": 5}}}
     (arms / "text" / "manifest.json").write_text(json.dumps(manifest))
-    for name in ("plain-2x", "recycler", "smollm2-plain", "smollm2-recycler"):
+    for name in ("plain", "recycler", "smollm2-plain", "smollm2-recycler"):
         line = {"prompt": "Once", "completions": [{"text": f" upon <{name}>"}]}
         (arms / f"generations-{name}.jsonl").write_text(json.dumps(line) + "\n")
-    comparison = findings.Comparison.read(arms, "Small", "plain", "recycler", "plain-2x")
+    comparison = findings.Comparison.read(arms, "Small")
     (arms / "commands").mkdir()
     stage = pipelines.Stage("T", "W", [[Command("text", ("data",), arms / "text", 1.0)]])
     pipeline = pipelines.Pipeline(arms, [stage], stub, Console(quiet=True))

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -96,13 +95,10 @@ class Running:
         self.usage = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return True
 
-    def interrupt(self) -> None:
+    def send(self, number: int) -> None:
+        """Send a signal, unless it has ended. Not through Popen, whose methods would fetch the exit status first."""
         if self.status is None:
-            self.process.send_signal(signal.SIGINT)
-
-    def kill(self) -> None:
-        if self.status is None:
-            self.process.kill()
+            os.kill(self.process.pid, number)
 
     def record(self, status: str, note: str = "") -> Record:
         before = self.before

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from unspoken.analysis.compare import Difference, deployed, difference, verdict
-from unspoken.analysis.figures import short_count
+from unspoken.analysis.figures import number, short_count
 from unspoken.analysis.runs import EVALUATION, Run, read_run
 from unspoken.errors import UnspokenError
 
@@ -18,16 +19,15 @@ QUICK_SIZES = "These are the sizes of --quick: they show that all works, not wha
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to spend tokens and compute: a run, or the first `share` of it, and the evaluation of what it left."""
+    """One way to spend tokens and compute: a run, and the evaluation of what it left."""
 
     label: str
     run: Run
     evaluation: dict
-    share: float = 1.0
 
     @property
     def tokens(self) -> int:
-        return round(self._total("tokens"))
+        return self._total("tokens")
 
     @property
     def flops(self) -> float:
@@ -39,10 +39,10 @@ class Arm:
 
     def loss(self, name: str) -> str:
         result = self.evaluation["results"].get(name)
-        return f"{result['loss']:.3f}" if result else ""
+        return number(result["loss"], 3) if result else ""
 
-    def _total(self, key: str) -> float:
-        return (self.run.summary or {}).get(key, 0) * self.share
+    def _total(self, key: str) -> Any:
+        return (self.run.summary or {}).get(key, 0)
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,16 @@ class Comparison:
     before: dict | None = None
 
     @staticmethod
-    def read(
-        out: Path, title: str, plain: str, recycler: str, plain_2x: str, before: str | None = None, share: float = 1.0
-    ) -> "Comparison":
-        """Runs and evaluations by name. share: of the run `plain` that gave the arm at equal tokens; where it is
-        not whole, the whole of it is `plain_2x`.
+    def read(out: Path, title: str, prefix: str = "", before: str | None = None) -> "Comparison":
+        """The runs PREFIXplain, PREFIXrecycler and PREFIXplain-2x of a demo folder, with their evaluations.
 
         Raises:
             UnspokenError: a file that the comparison needs is not there or cannot be read.
         """
-        whole = plain if share < 1 else plain_2x
+        labels = {"plain": "plain", "recycler": "recycler", "plain-2x": "plain, 2x"}
         arms = [
-            Arm("plain", _run(out / plain), _evaluation(out, plain), share),
-            Arm("recycler", _run(out / recycler), _evaluation(out, recycler)),
-            Arm("plain, 2x", _run(out / whole), _evaluation(out, plain_2x)),
+            Arm(label, _run(out / f"{prefix}{name}"), _evaluation(out, f"{prefix}{name}"))
+            for name, label in labels.items()
         ]
         return Comparison(title, *arms, before=_evaluation(out, before) if before else None)
 
@@ -107,7 +103,7 @@ class Comparison:
         lines: list[tuple[list[str], Difference | None]] = []
         if self.before:
             results = self.before["results"]
-            losses = [f"{results[name]['loss']:.3f}" if name in results else "" for name in self.passes]
+            losses = [number(results[name]["loss"], 3) if name in results else "" for name in self.passes]
             lines.append((["before", "", "", "", *losses], self.minus(self.before)))
         for arm in self.arms:
             flops = f"{arm.flops:.1e}".replace("e+", "e")

@@ -9,6 +9,7 @@ nothing it needs was made after it. Anything else is run again; a stopped traini
 
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections import deque
@@ -166,13 +167,13 @@ class Pipeline:
         self.console.print("  stopping; training runs save a checkpoint first (once more: do not wait)")
         deadline = time.monotonic() + STOP_SECONDS
         for one in running.values():
-            one.interrupt()
+            one.send(signal.SIGINT)
         try:
             while not all([one.has_ended() for one in running.values()]) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         finally:
             for one in running.values():
-                one.kill()
+                one.send(signal.SIGKILL)
                 one.record("stopped").write(self._record_path(one.command.name))
 
     def _show(self, live: Live, running: dict[int, Running], left_seconds: float) -> None:

@@ -23,26 +23,24 @@ from story import write_report
 from unspoken.errors import UnspokenError
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = "recipes/demo"
 INTERRUPTED = 130
 NO_NETWORK = "check the network"  # what `data prepare` says then
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done. The recipes hold the full sizes; `train` shortens them."""
+    """How much is done. The small models' recipes hold their full sizes; SmolLM2's are shortened for the demo."""
 
     corpus: str = "core"
-    small_eval: tuple[str, ...] = ("--max-sequences", "320", "--batch-size", "32")
+    small_eval: tuple[str, ...] = ("--max-sequences", "160", "--batch-size", "32")
     smollm2_eval: tuple[str, ...] = ("--max-sequences", "16", "--batch-size", "16", "--dtype", "float32")
     small_depth: int = 16
     smollm2_depth: int = 8
-    num_smollm2_steps: int = 10
     num_new_tokens: int = 60
     small_train: tuple[str, ...] = ()
     small_train_2x: tuple[str, ...] = ()
-    smollm2_train: tuple[str, ...] = ()
-    smollm2_train_2x: tuple[str, ...] = ()
+    smollm2_tokens: int = 10_240
+    smollm2_train: tuple[str, ...] = ("--train.batch_size", "4", "--train.eval_every", "0")
     time_scale: float = 1.0
 
 
@@ -53,12 +51,11 @@ QUICK = Size(
     smollm2_eval=("--max-sequences", "2", "--sequence-length", "32", "--dtype", "float32"),
     small_depth=4,
     smollm2_depth=3,
-    num_smollm2_steps=1,
     num_new_tokens=8,
     small_train=("--train.total_tokens", "40960", "--train.eval_every", "10", "--train.eval_sequences", "8"),
     small_train_2x=("--train.total_tokens", "81920", "--train.eval_every", "10", "--train.eval_sequences", "8"),
-    smollm2_train=("--data.sequence_length", "32", "--train.total_tokens", "128"),
-    smollm2_train_2x=("--data.sequence_length", "32", "--train.total_tokens", "256", "--train.save_every", "1"),
+    smollm2_tokens=128,
+    smollm2_train=("--data.sequence_length", "32", "--train.batch_size", "2", "--train.eval_every", "0"),
     time_scale=0.1,
 )
 SMALL_PROMPTS = ("The king is dead, and", "Come hither, gentle")
@@ -128,8 +125,7 @@ def stages(out: Path, size: Size) -> list[Stage]:
         other = tuple("stdlib" if word == "core" else word for word in words)
         return command(name, 10, out / name, *words, instead=(NO_NETWORK, other))
 
-    def train(name: str, seconds: float, data: str, *more: object, needs: tuple[str, ...] = ()) -> Command:
-        recipe = f"{RECIPES}/{name.replace('-', '_')}.yaml"
+    def train(name: str, seconds: float, recipe: str, data: str, *more: object, needs: tuple[str, ...] = ()) -> Command:
         words = ["train", recipe, "--run.out", out / name, "--data.path", out / data, *more]
         words += [] if is_bfloat16_fast() else ["--train.autocast", "none"]
         more_fields = {"needs": (data, *needs), "can_resume": True, "recipe": ROOT / recipe}
@@ -147,7 +143,8 @@ def stages(out: Path, size: Size) -> list[Stage]:
         return command(f"generate-{name}", seconds, output, *words, needs=(name,))
 
     text, text_smollm2, smollm2 = "text", "text-smollm2", out / "smollm2"
-    halfway = out / "smollm2-plain" / "checkpoints" / f"step-{size.num_smollm2_steps:08d}"
+    continued = ("--train.total_tokens", size.smollm2_tokens, *size.smollm2_train)
+    continued_2x = ("--train.total_tokens", 2 * size.smollm2_tokens, *size.smollm2_train)
     small = ("--no-exact", "--num-passes", 1, *size.small_eval)
     once = ("--no-exact", "--num-passes", 1, *size.smollm2_eval)
     deep = ("--depth", size.small_depth, *size.small_eval)
@@ -166,12 +163,12 @@ def stages(out: Path, size: Size) -> list[Stage]:
             "A small model learns from scratch, plain and recycling, side by side",
             "The same tokens in the same order; recycling takes two passes over them. Meanwhile SmolLM2 is verified.",
             [
-                [train("recycler", 300, text, *size.small_train)],
+                [train("recycler", 300, "recipes/demo/recycler.yaml", text, *size.small_train)],
                 [
-                    train("plain", 155, text, *size.small_train),
+                    train("plain", 155, "recipes/demo/plain.yaml", text, *size.small_train),
                     command("verify", 45, verified, "verify", smollm2, "--base", "smollm2", "--json", verified,
                             needs=("smollm2",)),
-                    evaluate("plain", 12, out / "plain" / "model", text, *small),
+                    evaluate("plain", 10, out / "plain" / "model", text, *small),
                     evaluate("smollm2", 20, smollm2, text_smollm2, *once),
                 ],
             ],
@@ -181,12 +178,12 @@ def stages(out: Path, size: Size) -> list[Stage]:
             "Beside it the small plain model gets what recycling cost: twice the tokens, the same compute.",
             [
                 [
-                    train("smollm2-recycler", 120, text_smollm2, "--model.from_pretrained", smollm2,
-                          *size.smollm2_train, needs=("smollm2",)),
-                    train("smollm2-plain", 130, text_smollm2, *size.smollm2_train_2x),
-                    evaluate("recycler", 135, out / "recycler" / "model", text, *deep),
+                    train("smollm2-recycler", 120, "recipes/ct/smollm2_recycler.yaml", text_smollm2,
+                          "--model.from_pretrained", smollm2, *continued, needs=("smollm2",)),
+                    train("smollm2-plain", 70, "recipes/ct/smollm2_plain.yaml", text_smollm2, *continued),
+                    train("smollm2-plain-2x", 130, "recipes/ct/smollm2_plain.yaml", text_smollm2, *continued_2x),
                 ],
-                [train("plain-2x", 370, text, *size.small_train_2x)],
+                [train("plain-2x", 370, "recipes/demo/plain_2x.yaml", text, *size.small_train_2x)],
             ],
         ),
         Stage(
@@ -195,10 +192,11 @@ def stages(out: Path, size: Size) -> list[Stage]:
             [
                 [evaluate("smollm2-recycler", 160, out / "smollm2-recycler" / "model", text_smollm2, *smollm2_deep)],
                 [
-                    evaluate("plain-2x", 12, out / "plain-2x" / "model", text, *small),
-                    evaluate("smollm2-plain", 22, halfway, text_smollm2, *once),
-                    evaluate("smollm2-plain-2x", 22, out / "smollm2-plain" / "model", text_smollm2, *once),
-                    generate("plain-2x", 6, SMALL_PROMPTS),
+                    evaluate("recycler", 70, out / "recycler" / "model", text, *deep),
+                    evaluate("plain-2x", 10, out / "plain-2x" / "model", text, *small),
+                    evaluate("smollm2-plain", 22, out / "smollm2-plain" / "model", text_smollm2, *once),
+                    evaluate("smollm2-plain-2x", 22, out / "smollm2-plain-2x" / "model", text_smollm2, *once),
+                    generate("plain", 6, SMALL_PROMPTS),
                     generate("recycler", 6, SMALL_PROMPTS),
                     generate("smollm2-plain", 13, SMOLLM2_PROMPTS),
                     generate("smollm2-recycler", 13, SMOLLM2_PROMPTS),
@@ -210,11 +208,8 @@ def stages(out: Path, size: Size) -> list[Stage]:
 
 def finish(out: Path, pipeline: Pipeline, console: Console, is_quick: bool) -> None:
     """The closing table, what was found in a sentence each, and the report."""
-    small = Comparison.read(out, "A 1.4M model from scratch", "plain", "recycler", "plain-2x")
-    smollm2 = Comparison.read(
-        out, "SmolLM2-135M, continued", "smollm2-plain", "smollm2-recycler", "smollm2-plain-2x",
-        before="smollm2", share=0.5,
-    )  # fmt: skip
+    small = Comparison.read(out, "A 1.4M model from scratch")
+    smollm2 = Comparison.read(out, "SmolLM2-135M, continued", prefix="smollm2-", before="smollm2")
     for comparison in (small, smollm2):
         console.print()
         console.print(closing_table(comparison))

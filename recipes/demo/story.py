@@ -106,11 +106,11 @@ def _continued(comparison: Comparison) -> Section:
     blocks: list[Block] = [
         Text(
             "A pretrained model, converted: its adapter starts at zero, so before the first step it computes what it "
-            "always did. Then a short stretch of new text, with and without recycling, at a constant rate: the plain "
-            "run's halfway point is the baseline at equal tokens, its end the one at equal compute."
+            "always did. Then a short stretch of new text, with and without recycling: the plain model on as many "
+            "tokens, and on twice as many, which is what the two passes cost."
         ),
         _table(comparison),
-        Figures([*plots, *curves(runs[:2], kind="train"), *depths(_evaluated(comparison))]),
+        Figures([*plots, *curves(runs, kind="train"), *depths(_evaluated(comparison))]),
     ]
     return Section(comparison.title, blocks)
 
@@ -151,13 +151,13 @@ def _evaluated(comparison: Comparison) -> list[Run]:
 
 def _written(out: Path) -> list[Block]:
     names = {
-        "plain-2x": "small, plain, twice the tokens",
+        "plain": "small, plain",
         "recycler": "small, recycling",
-        "smollm2-plain": "SmolLM2, plain, twice the tokens",
+        "smollm2-plain": "SmolLM2, plain",
         "smollm2-recycler": "SmolLM2, recycling",
     }
     blocks: list[Block] = [Text("Sampled at temperature 0.8. The prompt is in grey.", "soft")]
-    for pair in (("plain-2x", "recycler"), ("smollm2-plain", "smollm2-recycler")):
+    for pair in (("plain", "recycler"), ("smollm2-plain", "smollm2-recycler")):
         runs = [Run(names[name], out, generations=_generations(out / f"generations-{name}.jsonl")) for name in pair]
         blocks.append(samples(runs))
     return blocks

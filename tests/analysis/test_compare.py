@@ -72,6 +72,13 @@ def test_a_loss_that_was_not_measured_is_named():
         difference(of, "exact", minus, "exact")
 
 
+def test_a_diverged_model_is_named():
+    of, minus = pair(-0.1)
+    minus["rows"]["nats"]["k=1"][3] = None
+    with pytest.raises(UnspokenError, match="plain has a loss that is not a number"):
+        difference(of, "exact", minus, "k=1")
+
+
 def test_deployed_is_what_decoding_runs():
     of, plain = pair(-0.1)
     assert deployed(of) == "exact" and deployed(plain) == "k=1"

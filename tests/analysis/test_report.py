@@ -1,3 +1,4 @@
+import json
 from html.parser import HTMLParser
 
 import pytest
@@ -91,6 +92,14 @@ def test_a_folder_with_nothing_says_so(tmp_path):
         run_report([tmp_path / "none"])
 
 
+def test_a_diverged_model_is_shown_as_such(run_folder):
+    evaluation = json.loads((run_folder / "eval.json").read_text())
+    evaluation["results"]["exact"].update(loss=None, bits_per_byte=None)
+    evaluation["depth_curve"].update(losses=[5.0, None, None], drift=None)
+    (run_folder / "eval.json").write_text(json.dumps(evaluation))
+    assert run_report([run_folder]).count("not finite") == 3
+
+
 def test_curves_show_what_was_logged(run_folder, tmp_path):
     run, plain = read_run(run_folder), read_run(write_run(tmp_path / "plain", "vanilla"))
     assert run.curve(2) == ([0, 1000, 2000, 3000], pytest.approx([7.8, 6.8, 5.8, 4.8]))
@@ -100,3 +109,6 @@ def test_curves_show_what_was_logged(run_folder, tmp_path):
     assert "run, pass 2" in curves([run])[0][0] and "plain, pass" not in curves([plain])[0][0]
     assert "pass 2" in (gap(run, plain) or "")
     assert gap(run, plain, kind="train") is None
+    for one in (run, plain):
+        one.metrics.extend({"kind": "train", "tokens": tokens, "loss_pass_1": 1.0} for tokens in (7, 8))
+    assert "pass 1" in (gap(run, plain, kind="train") or "")

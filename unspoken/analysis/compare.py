@@ -54,7 +54,7 @@ def difference(of: Evaluation, name: str, minus: Evaluation, minus_name: str) ->
     """Loss `name` (`k=2`, `exact`, ...) of one evaluation minus loss `minus_name` of another.
 
     Raises:
-        UnspokenError: the two did not score the same pieces of text, or lack that loss.
+        UnspokenError: the two did not score the same pieces of text, lack that loss, or a model has diverged.
     """
     for evaluation, wanted in ((of, name), (minus, minus_name)):
         if wanted not in evaluation["rows"]["nats"]:
@@ -66,7 +66,10 @@ def difference(of: Evaluation, name: str, minus: Evaluation, minus_name: str) ->
             f"{of['model']['folder']} and {minus['model']['folder']} were evaluated on different text; "
             "evaluate both with the same --data, --split, --sequence-length and --max-sequences"
         )
-    nats = np.array(of["rows"]["nats"][name]) - np.array(minus["rows"]["nats"][minus_name])
+    nats = np.array(of["rows"]["nats"][name], float) - np.array(minus["rows"]["nats"][minus_name], float)
+    if not np.isfinite(nats).all():
+        worse = of if None in of["rows"]["nats"][name] else minus
+        raise UnspokenError(f"{worse['model']['folder']} has a loss that is not a number: it has diverged")
     unit, sums, counts = "pieces", nats, targets
     distinct, place = np.unique(documents, return_inverse=True)
     if len(distinct) >= MIN_DOCUMENTS:

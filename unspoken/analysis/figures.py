@@ -146,6 +146,11 @@ def _focus(axes: Axes, series: Sequence[Series], quantiles: tuple[float, float])
         axes.set_ylim(low - margin, high + margin)
 
 
+def number(value: float | None, digits: int = 4, sign: str = "") -> str:
+    """A loss for a table; JSON's null is what a diverged model's was."""
+    return "not finite" if value is None else f"{value:{sign}.{digits}f}"
+
+
 def short_count(value: float) -> str:
     """1_200_000 -> 1.2M."""
     for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

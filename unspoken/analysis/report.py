@@ -4,6 +4,7 @@ Each function takes what was read by `runs.py` and leaves out what is not there,
 follow the order of the runs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from unspoken.analysis.figures import Frame, Series, line_plot
+from unspoken.analysis.figures import Frame, Series, line_plot, number
 from unspoken.analysis.page import Block, Cell, Code, Figures, Folded, Samples, Section, Table, Text, page
 from unspoken.analysis.runs import Run, read_run
 
@@ -39,13 +40,13 @@ def curves(runs: Sequence[Run], kind: str = "eval") -> list[Plot]:
     """Loss during training against tokens and against compute: on held-out text, or that of the `train` rows."""
     by_tokens, by_flops = [], []
     for colour, run in enumerate(runs):
-        for number in sorted({1, run.num_passes}):
-            tokens, losses = run.curve(number, kind)
-            name = f"{run.name}, pass {number}" if run.num_passes > 1 else run.name
-            style: dict[str, Any] = {"colour": colour, "dashed": number < run.num_passes}
+        for i in sorted({1, run.num_passes}):
+            tokens, losses = run.curve(i, kind)
+            name = f"{run.name}, pass {i}" if run.num_passes > 1 else run.name
+            style: dict[str, Any] = {"colour": colour, "dashed": i < run.num_passes}
             if tokens:
                 by_tokens.append(Series(name, tokens, losses, **style))
-            if tokens and number == run.num_passes and (flops := run.flops_per_token):
+            if tokens and i == run.num_passes and (flops := run.flops_per_token):
                 by_flops.append(Series(name, [t * flops for t in tokens], losses, **style))
     figures = []
     title = "Held-out loss while it learns" if kind == "eval" else "Training loss"
@@ -65,13 +66,12 @@ def gap(run: Run, baseline: Run, kind: str = "eval", colour: int = 1) -> str | N
     """
     base = dict(zip(*baseline.curve(1, kind), strict=True))
     series = []
-    for number in range(1, run.num_passes + 1):
-        common = [
-            (tokens, loss - base[tokens]) for tokens, loss in zip(*run.curve(number), strict=True) if tokens in base
-        ]
+    for i in range(1, run.num_passes + 1):
+        losses = dict(zip(*run.curve(i, kind), strict=True))
+        common = [tokens for tokens in losses if tokens in base]
+        gaps = [losses[tokens] - base[tokens] for tokens in common]
         if len(common) > 1:
-            tokens, gaps = zip(*common, strict=True)
-            series.append(Series(f"pass {number}", tokens, gaps, colour, dashed=number < run.num_passes, markers=True))
+            series.append(Series(f"pass {i}", common, gaps, colour, dashed=i < run.num_passes, markers=True))
     if not series:
         return None
     zero = Series(baseline.name, level=0.0, colour=0)
@@ -109,7 +109,7 @@ def loss_table(runs: Sequence[Run]) -> Block:
     names = list(dict.fromkeys(name for _, results in evaluated for name in results))
     names.sort(key=lambda name: (name == "exact", name if name == "exact" else int(name[2:])))
     rows = [
-        [run.name, *(f"{results[name]['loss']:.4f}" if name in results else "" for name in names), _bits(results)]
+        [run.name, *(number(results[name]["loss"]) if name in results else "" for name in names), _bits(results)]
         for run, results in evaluated
     ]
     first = evaluated[0][0].evaluation or {}
@@ -129,12 +129,14 @@ def depths(runs: Sequence[Run]) -> list[Plot]:
         if not curve or len(curve["losses"]) < 2:
             continue
         xs = list(range(1, len(curve["losses"]) + 1))
-        series = [Series("k parallel passes", xs, curve["losses"], colour, markers=True)]
+        losses = [math.nan if loss is None else loss for loss in curve["losses"]]
+        series = [Series("k parallel passes", xs, losses, colour, markers=True)]
         if curve["exact"] is not None:
             series.append(Series("exact recurrence", level=curve["exact"], colour=2, dashed=True))
         mark = [(curve["num_train_passes"], "passes in training")]
         frame = Frame(f"{run.name}: loss by recycle depth", "passes k", "nats per token", whole_x=True, marks=mark)
-        caption = f"Best at k={curve['best_depth']}; {curve['drift']:+.4f} from the depth of training to the last."
+        drift = number(curve["drift"], sign="+")
+        caption = f"Best at k={curve['best_depth']}; {drift} from the depth of training to the last."
         figures.append((line_plot(series, frame), caption))
     return figures
 
@@ -185,8 +187,8 @@ def absent(runs: Sequence[Run]) -> list[Block]:
 
 
 def _bits(results: dict[str, Any]) -> str:
-    bits = list(results.values())[-1].get("bits_per_byte")
-    return "" if bits is None else f"{bits:.4f}"
+    result = list(results.values())[-1]
+    return number(result["bits_per_byte"]) if "bits_per_byte" in result else ""
 
 
 def _yaml(values: dict[str, Any] | None) -> str:
