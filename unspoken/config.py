@@ -1,10 +1,13 @@
 """Configurations of the latent models, known to `AutoConfig`. Imports nothing but transformers' configuration base."""
 
+import copy
 import difflib
 from typing import ClassVar, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
+
+_IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 
 
 class LatentConfig(PreTrainedConfig):
@@ -31,17 +34,31 @@ class LatentConfig(PreTrainedConfig):
         _refuse_misspelled(
             kwargs, sorted(set(type(self).__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__))
         )
+        # A copy: transformers sets the attention and expert implementations of the configuration inside, and a live
+        # model that shares it would go on without its causal mask.
+        self.text_config = copy.deepcopy(self.text_config)
+        kept = {name: getattr(self.text_config, name, None) for name in _IMPLEMENTATIONS}
         super().__post_init__(**kwargs)
+        for name, value in kept.items():
+            if value is not None and getattr(self, name) is None:
+                setattr(self.text_config, name, value)
         for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self.text_config, name, None))
         self.tie_word_embeddings = bool(self.tie_word_embeddings)
         # One truth: a body with its own idea of tying would tie, or not, behind the head model's back.
         self.text_config.tie_word_embeddings = self.tie_word_embeddings
+        self.check_fields()
 
     def to_dict(self) -> dict:
         """Without the `use_cache` that trainers switch off here for their run: the backbone's is the one read."""
         return {name: value for name, value in super().to_dict().items() if name != "use_cache"}
+
+    def check_fields(self) -> None:
+        """Refuse values that cannot be meant. Models call it too: `from_pretrained` sets fields after the init."""
+        scale = self.embedding_scale
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
+            raise ValueError(f"embedding_scale must be a number above 0, got {scale!r}")
 
     @property
     def vocab_size(self) -> int:
@@ -81,13 +98,16 @@ class RecyclerConfig(LatentConfig):
     detach_between_passes: bool = False
     pass_loss_reduction: Literal["sum", "mean"] = "sum"
 
-    def __post_init__(self, **kwargs):
+    def check_fields(self) -> None:
+        super().check_fields()
         for name in ("num_train_passes", "num_prefill_passes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not isinstance(self.detach_between_passes, bool):
+            raise ValueError(f"detach_between_passes must be true or false, got {self.detach_between_passes!r}")
         if self.pass_loss_reduction not in ("sum", "mean"):
             raise ValueError(f"pass_loss_reduction must be 'sum' or 'mean', got {self.pass_loss_reduction!r}")
-        super().__post_init__(**kwargs)
 
 
 def scaled_init(hidden_size: int) -> dict[str, float]:

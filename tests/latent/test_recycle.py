@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspoken.latent.recycle import RecycleAdapter, receiving_positions, shift
+from unspoken.latent.recycle import RecycleAdapter, carry, receiving_positions, shift
 
 
 def states(batch: int = 2, length: int = 5, width: int = 3) -> torch.Tensor:
@@ -67,15 +67,19 @@ def test_what_is_not_received_is_never_read():
     assert gradient[1, 1].all()
 
 
+def last_real_before(real, b, t) -> int | None:
+    return max((i for i in range(t) if real is None or real[b, i]), default=None)
+
+
 def by_definition(real, position_ids, prompt_mask, batch, length) -> list[list[bool]]:
-    """Position t reads t-1 if that is a real token of the same document and t is not of a prompt."""
+    """Position t reads the state before it unless it starts a document or is of a prompt."""
     rows = [[True] * length for _ in range(batch)]
     for b in range(batch):
         for t in range(length):
-            if t > 0 and real is not None:
-                rows[b][t] &= bool(real[b, t - 1])
-            if t > 0 and position_ids is not None:
-                rows[b][t] &= bool(position_ids[b, t] == position_ids[b, t - 1] + 1)
+            before = last_real_before(real, b, t)
+            if position_ids is not None and before is not None and (real is None or real[b, t]):
+                grown = position_ids[b, t] - position_ids[b, before]
+                rows[b][t] &= bool(grown == 1 if before == t - 1 else grown > 0)
             if prompt_mask is not None:
                 rows[b][t] &= not prompt_mask[b, t]
     return rows
@@ -125,3 +129,27 @@ def test_positions_of_one_row_hold_for_all():
 def test_a_prompt_mask_may_be_bool_or_int(dtype):
     mask = torch.tensor([[1, 1, 0, 0]]).to(dtype)
     assert receiving_positions(None, None, mask).tolist() == [[False, False, True, True]]
+
+
+@pytest.mark.parametrize("has_previous", [False, True])
+@given(
+    rows=st.integers(1, 7).flatmap(
+        lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=2, max_size=2)
+    )
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_pad_holds_the_last_real_state(rows, has_previous):
+    real = torch.tensor(rows)
+    hidden = torch.randn(*real.shape, 3)
+    previous = torch.randn(2, 1, 3) if has_previous else None
+    carried = carry(hidden.masked_fill(~real.unsqueeze(-1), float("nan")), real, previous)
+    for b in range(2):
+        held = previous[b, 0] if has_previous else torch.zeros(3)
+        for t in range(real.shape[1]):
+            held = hidden[b, t] if real[b, t] else held
+            assert torch.equal(carried[b, t], held)
+
+
+def test_without_pads_nothing_is_carried():
+    hidden = torch.randn(1, 3, 2)
+    assert carry(hidden, None) is hidden

@@ -49,7 +49,7 @@ def test_a_backbone_may_be_a_dictionary():
 
 @pytest.mark.parametrize("field", ["num_train_passes", "num_prefill_passes"])
 def test_a_number_of_passes_below_one_is_refused(field):
-    with pytest.raises(ValueError, match=f"{field} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{field} must be a whole number of at least 1, got 0"):
         RecyclerConfig(text_config=text_config("llama"), **{field: 0})
 
 

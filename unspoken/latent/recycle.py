@@ -43,26 +43,76 @@ def shift(hidden_states: Tensor, receives: Tensor | None, previous: Tensor | Non
     return shifted if receives is None else shifted.masked_fill(~receives.unsqueeze(-1), 0)
 
 
+def carry(hidden_states: Tensor, real: Tensor | None, previous: Tensor | None = None) -> Tensor:
+    """Put at every pad the state of the last real token before it: `previous`, or zero, if there is none.
+
+    So a pad, wherever it stands, neither enters the recurrence nor interrupts it. hidden_states [B, T, d]; real bool
+    [B, T] or None (no pads); previous [B, 1, d] or None. States at pads are never read.
+    """
+    if real is None:
+        return hidden_states
+    if previous is None:
+        previous = torch.zeros_like(hidden_states[:, :1])
+    if hidden_states.shape[1] == 1:
+        return torch.where(real.unsqueeze(-1), hidden_states, previous)
+    last_real = _last_real(real)
+    index = (last_real + 1).unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
+    return torch.cat([previous, hidden_states], dim=1).gather(1, index)
+
+
+def document_starts(position_ids: Tensor, real: Tensor | None = None) -> Tensor:
+    """Where a packed row's next document starts: bool [B, T], never at position 0.
+
+    Between neighbours positions count up by one within a document; over pads they only have to grow.
+
+    position_ids [B or 1, T]; real bool [B, T], False at pads, or None.
+    """
+    starts = torch.zeros_like(position_ids, dtype=torch.bool)
+    if real is None:
+        starts[:, 1:] = position_ids[:, 1:] - position_ids[:, :-1] != 1
+        return starts
+    position_ids = position_ids.expand(len(real), -1)
+    starts = starts.expand(len(real), -1).clone()
+    before = _last_real(real)[:, :-1]  # the last real token before each position from 1 on; -1: none
+    grown = position_ids[:, 1:] - position_ids.gather(1, before.clamp_min(0))
+    neighbours = real[:, :-1]
+    starts[:, 1:] = real[:, 1:] & (before >= 0) & torch.where(neighbours, grown != 1, grown <= 0)
+    return starts
+
+
 def receiving_positions(
     real: Tensor | None,
     position_ids: Tensor | None,
     prompt_mask: Tensor | None = None,
 ) -> Tensor | None:
-    """Which positions read the previous one's state: bool [B, T], or None when all do.
+    """Which positions read the state before them: bool [B, T], or None when all do.
 
-    Position t reads t-1 if t-1 is a real token of the same document (positions within a document count up by one)
-    and t is not a prompt position of a model trained for one-pass prefill. Position 0 has its predecessor, if any,
-    in the cache, where states of pads are stored as zero; it always reads.
+    Not a document's first token, and not a prompt position of a model trained for one-pass prefill. Position 0 has
+    its predecessor, if any, in the cache; it always reads.
 
     real: bool [B, T], False at pads. position_ids [B or 1, T]. prompt_mask: bool or int [B, T], true on the prompt.
     """
     receives = None
-    if real is not None:
-        receives = torch.cat([torch.ones_like(real[:, :1]), real[:, :-1]], dim=1)
     if position_ids is not None and position_ids.shape[-1] > 1:
-        same_document = torch.ones_like(position_ids, dtype=torch.bool)
-        same_document[:, 1:] = position_ids[:, 1:] - position_ids[:, :-1] == 1
-        receives = same_document if receives is None else receives & same_document
+        receives = ~document_starts(position_ids, real)
     if prompt_mask is not None:
         receives = ~prompt_mask.bool() if receives is None else receives & ~prompt_mask.bool()
     return receives
+
+
+def predicted_positions(real: Tensor | None, position_ids: Tensor | None) -> Tensor | None:
+    """Which tokens may be targets, predicted from the position before: bool [B, T], or None when all may.
+
+    Not a document's first token, and not a token after a pad.
+    """
+    follows = receiving_positions(real, position_ids)
+    if real is not None:
+        after_real = torch.cat([torch.ones_like(real[:, :1]), real[:, :-1]], dim=1)
+        follows = after_real if follows is None else follows & after_real
+    return follows
+
+
+def _last_real(real: Tensor) -> Tensor:
+    """The index of the last real token up to each position, -1 if there is none: int64 [B, T]."""
+    index = torch.arange(real.shape[1], device=real.device).expand(real.shape)
+    return index.masked_fill(~real, -1).cummax(dim=1).values

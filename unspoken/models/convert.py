@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from unspoken.config import LatentConfig
 from unspoken.data.cache import whole_folder
-from unspoken.errors import UnspokenError, UsageError
+from unspoken.errors import UnspokenError, UsageError, nearest
 from unspoken.models.backbone import family_of
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.models.load import load_source, plain_config
+from unspoken.models.load import forget_file, load_source
 from unspoken.models.recycler import RecyclerForCausalLM
 from unspoken.models.vanilla import VanillaForCausalLM
 
@@ -35,8 +35,11 @@ def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **con
     """
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}; methods: {', '.join(METHODS)}")
-    source = model if isinstance(model, PreTrainedModel) else load_source(model)[0]
     latent_class = METHODS[method]
+    _refuse_unknown(config_fields, latent_class)
+    if not isinstance(model, PreTrainedModel | str | Path):
+        raise UsageError(f"convert() takes a causal LM or where to find one, not a {type(model).__name__}")
+    source = model if isinstance(model, PreTrainedModel) else load_source(model)[0]
     if isinstance(source, latent_class):
         raise UsageError(f"the model is a {method} model already")
     if isinstance(source, LatentForCausalLM):
@@ -46,7 +49,13 @@ def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **con
         body, text_config = source.base_model, source.config
     family_of(text_config)
     head = source.get_output_embeddings()
-    config = latent_class.config_class(text_config=plain_config(text_config), dtype=source.dtype, **config_fields)
+    if head is None:
+        raise UsageError(f"{type(source).__name__} has no language-model head; load it with AutoModelForCausalLM")
+    forget_file(text_config)  # in place: the body reads the same object
+    config = latent_class.config_class(text_config=text_config, dtype=source.dtype, **config_fields)
+    text_config.tie_word_embeddings = config.tie_word_embeddings
+    config.text_config = text_config  # the body's own object, not the copy that a new configuration makes
+    _agree_on_tying(config, body.get_input_embeddings(), head)
     with torch.device("meta"):
         latent = latent_class(config)
     latent.model.backbone = body
@@ -62,7 +71,7 @@ def export_backbone(latent: LatentForCausalLM) -> PreTrainedModel:
     Weights are shared with the latent model, unless it has an `embedding_scale`: that is multiplied into a copy's
     embedding, which then no longer equals the head, so a tied model comes out untied.
     """
-    config = plain_config(latent.config.text_config)
+    config = copy.deepcopy(latent.config.text_config)
     scale = latent.config.embedding_scale
     body, head = latent.model.backbone, latent.lm_head
     if scale != 1.0:
@@ -117,6 +126,25 @@ def save(
             tokenizer.save_pretrained(made)
         if isinstance(model.config, LatentConfig):
             (made / "README.md").write_text(_card(model.config))
+
+
+def _refuse_unknown(config_fields: dict[str, Any], latent_class: type[LatentForCausalLM]) -> None:
+    fields = set(latent_class.config_class.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__)
+    for name in config_fields:
+        if name not in fields - {"text_config"}:
+            valid = sorted(fields - {"text_config"})
+            raise UsageError(f"{name!r} is no field of this method{nearest(name, valid)}; fields: {', '.join(valid)}")
+
+
+def _agree_on_tying(config: LatentConfig, embedding: Any, head: Any) -> None:
+    """The weights must be what the configuration says: one tensor where tied, two where not."""
+    is_shared = head.weight is embedding.weight
+    if is_shared and not config.tie_word_embeddings:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+    if not is_shared and config.tie_word_embeddings:
+        if not torch.equal(head.weight, embedding.weight):
+            raise UsageError("tie_word_embeddings is true, but the model's head differs from its embedding")
+        head.weight = embedding.weight
 
 
 @torch.no_grad()

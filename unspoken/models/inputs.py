@@ -7,6 +7,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import TransformersKwargs
 
 from unspoken.errors import nearest
+from unspoken.latent.recycle import document_starts
 
 _PASSED_ON = set(TransformersKwargs.__annotations__)
 _ARGUMENTS = [
@@ -44,14 +45,27 @@ def without_pads(embeds: Tensor, real: Tensor | None) -> Tensor:
     return embeds if real is None else embeds.masked_fill(~real.unsqueeze(-1), 0)
 
 
-def is_packed(position_ids: Tensor | None, real: Tensor | None) -> bool:
-    """Whether a row holds several documents: positions that do not count up between two real tokens."""
-    if position_ids is None or position_ids.shape[-1] < 2 or torch.compiler.is_compiling():
+def is_packed(position_ids: Tensor | None, real: Tensor | None) -> bool | None:
+    """Whether a row holds several documents; None while compiling, when nobody can look."""
+    if position_ids is None or position_ids.shape[-1] < 2:
         return False
-    jumps = position_ids[:, 1:] - position_ids[:, :-1] != 1
-    if real is not None:
-        jumps = jumps & real[:, 1:] & real[:, :-1]
-    return bool(jumps.any())
+    if torch.compiler.is_compiling():
+        return None
+    return bool(document_starts(position_ids, real).any())
+
+
+def may_recycle(attention_mask: Tensor | dict | None, receives: Tensor | None) -> Tensor | None:
+    """Narrow `receives` by a caller's own 4D mask: a state passes only to a position that may attend to it."""
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values())))
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4 or attention_mask.shape[2] < 2:
+        return receives
+    offset = attention_mask.shape[3] - attention_mask.shape[2]
+    before = torch.diagonal(attention_mask[:, 0], offset=offset - 1, dim1=-2, dim2=-1)
+    before = before[:, -(attention_mask.shape[2] - 1) :]
+    visible = before if before.dtype == torch.bool else before == 0
+    visible = torch.cat([torch.ones_like(visible[:, :1]), visible], dim=1)
+    return visible if receives is None else receives & visible
 
 
 def document_mask(
@@ -72,8 +86,8 @@ def document_mask(
     if position_ids is None or is_callers_own:
         return attention_mask
     position_ids = position_ids.expand(embeds.shape[0], -1)
-    starts = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
-    document = starts.cumsum(-1)
+    real = None if attention_mask is None else attention_mask[:, -embeds.shape[1] :].bool()
+    document = document_starts(position_ids, real).cumsum(-1)
 
     def same_document(batch, head, query, key):
         return document[batch, query] == document[batch, key]

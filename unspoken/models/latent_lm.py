@@ -18,10 +18,10 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import LatentConfig
-from unspoken.latent.recycle import ZeroLinear, receiving_positions
+from unspoken.latent.recycle import ZeroLinear, predicted_positions
 from unspoken.models.backbone import build_backbone, embedding_name, family_of, logit_transform
 from unspoken.models.inputs import real_positions
-from unspoken.models.loss import IGNORE_INDEX, chunked_cross_entropy, shift_labels
+from unspoken.models.loss import IGNORE_INDEX, chunked_cross_entropy, module_cross_entropy, shift_labels
 
 
 @dataclass
@@ -79,6 +79,7 @@ class LatentModel(LatentPreTrainedModel):
 
     def __init__(self, config: LatentConfig):
         super().__init__(config)
+        config.check_fields()
         family_of(config.text_config)
         self.backbone = build_backbone(config.text_config)
 
@@ -98,7 +99,7 @@ class LatentModel(LatentPreTrainedModel):
         return inputs_embeds if scale == 1.0 else inputs_embeds * scale
 
     def resolve_cache(
-        self, cache: Cache | None, kwargs: dict, use_cache: bool | None, is_packed: bool
+        self, cache: Cache | None, kwargs: dict, use_cache: bool | None, is_packed: bool | None
     ) -> tuple[Cache | None, bool]:
         """The cache to fill, or None, and whether the caller asked for one by name.
 
@@ -120,7 +121,7 @@ class LatentModel(LatentPreTrainedModel):
         if cache is not None and not isinstance(cache, Cache):
             raise TypeError(f"cache must be a transformers Cache, got {type(cache).__name__}")
         if use_cache is None:
-            use_cache = asked or (self._config_wants_cache() and not self.training and not is_packed)
+            use_cache = asked or (self._config_wants_cache() and not self.training and is_packed is False)
         if not use_cache:
             return None, False
         return cache if cache is not None else DynamicCache(config=self.config), asked
@@ -176,6 +177,10 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         logits_to_keep: logits of the last n positions alone (0: all), or of the given positions.
         skip_logits: return none; the default in training with labels, where the chunked loss needs none.
         """
+        if labels is not None:
+            expected = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
+            if labels.shape != expected:
+                raise ValueError(f"labels must be [batch, tokens] = {tuple(expected)}, got {tuple(labels.shape)}")
         if labels is not None and use_cache is None and cache is None and kwargs.get("past_key_values") is None:
             use_cache = False
         if output_router_logits is not None:  # otherwise as the backbone's configuration says
@@ -195,13 +200,13 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         )
         loss = pass_losses = aux_loss = logits = None
         if labels is not None:
-            follows = receiving_positions(real_positions(attention_mask, labels.shape[1]), position_ids)
+            follows = predicted_positions(real_positions(attention_mask, labels.shape[1]), position_ids)
             if follows is not None:  # a document's first token is not to be predicted from what lies before it
                 labels = labels.masked_fill(~follows, IGNORE_INDEX)
             loss, pass_losses = self.pass_loss(outputs, labels, num_items_in_batch)
-        if outputs.router_logits is not None:
-            aux_loss = self.router_loss(outputs.router_logits, attention_mask)
-            if loss is not None and labels is not None:
+            if outputs.router_logits is not None:
+                real = real_positions(attention_mask, labels.shape[1])
+                aux_loss = self.router_loss(outputs.router_logits, real)
                 loss = loss + self._router_loss_weight(labels, num_items_in_batch) * aux_loss
         if skip_logits is None:
             skip_logits = labels is not None and self.training
@@ -219,22 +224,24 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         """Loss over all passes and each pass's own [k], each divided by the number of target tokens."""
         passes = list(outputs.pass_hidden_states or [outputs.last_hidden_state])
         targets = shift_labels(labels)
-        total, losses = chunked_cross_entropy(passes, self.lm_head.weight, targets, self.transform)
+        if type(self.lm_head) is nn.Linear and self.lm_head.bias is None:
+            total, losses = chunked_cross_entropy(passes, self.lm_head.weight, targets, self.transform)
+        else:  # a head that LoRA wraps, or that was replaced: what it computes is more than its weight
+            total, losses = module_cross_entropy(passes, self.lm_head, targets, self.transform)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != -100).sum()
         if getattr(self.config, "pass_loss_reduction", "sum") == "mean":
             total = total / len(passes)
         return total / num_items_in_batch, losses / num_items_in_batch
 
-    def router_loss(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
-        """The family's load-balancing loss, over the layers of all passes."""
+    def router_loss(self, router_logits: tuple[Tensor, ...], real: Tensor | None) -> Tensor:
+        """The family's load-balancing loss, over the real tokens of the layers of all passes."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         text_config = self.config.text_config
         num_experts = getattr(text_config, str(family_of(text_config).experts))
-        mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
         top_k = text_config.num_experts_per_tok
-        return load_balancing_loss_func(router_logits, num_experts, top_k, mask)  # type: ignore[arg-type,return-value]
+        return load_balancing_loss_func(router_logits, num_experts, top_k, real)  # type: ignore[arg-type,return-value]
 
     def _router_loss_weight(self, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
         """The family's coefficient, shared out by targets over the micro-batches of one optimizer step."""

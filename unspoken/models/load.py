@@ -68,14 +68,12 @@ def load_model(
         raise UsageError(f"--device {device}: {error}") from error
 
 
-def plain_config(config: Any) -> Any:
-    """A copy of a backbone's configuration without traces of the file format it was read from."""
-    config = copy.deepcopy(config)
+def forget_file(config: Any) -> None:
+    """Take the traces of the file format that it was read from out of a configuration."""
     for trace in ("quantization_config", "_model_name_or_path"):
         if hasattr(config, trace):
             delattr(config, trace)
     config._name_or_path = ""
-    return config
 
 
 def _load(path: Path | str, dtype: str, **files: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -110,7 +108,8 @@ def _embedded_model(dtype: str) -> PreTrainedModel:
         logging.set_verbosity_error()
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype="float32")
         logging.set_verbosity(level)
-        config = plain_config(model.config)
+        config = copy.deepcopy(model.config)
+        forget_file(config)
         config.rms_norm_eps = SMOLLM2_RMS_NORM_EPS
         plain = AutoModelForCausalLM.from_config(config)
         plain.load_state_dict(model.state_dict())

@@ -8,7 +8,8 @@ the two (benchmarks/README.md). Its oracle is `plain_cross_entropy`; results agr
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from unspoken.models.backbone import LogitTransform
 
@@ -47,6 +48,7 @@ def chunked_cross_entropy(
     targets = targets.flatten()
     if not torch.compiler.is_compiling():  # positions without a target skip the head; a compiled graph keeps its shape
         keep = targets != IGNORE_INDEX
+        _check_range(targets[keep], weight.shape[0])
         hidden, targets = hidden[:, keep], targets[keep]
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -62,6 +64,39 @@ def chunked_cross_entropy(
         grad and weight.requires_grad,
     )
     return losses.sum(), losses.detach()
+
+
+def module_cross_entropy(
+    passes: list[Tensor], head: nn.Module, targets: Tensor, transform: LogitTransform
+) -> tuple[Tensor, Tensor]:
+    """`chunked_cross_entropy` for a head that is more than its weight: wrapped by LoRA, biased, sharded.
+
+    A chunk's logits are made again in the backward pass (one matrix product more). Results as there.
+    """
+    targets = targets.flatten()
+    keep = targets != IGNORE_INDEX
+    targets = targets[keep]
+
+    def chunk_loss(hidden: Tensor, chosen: Tensor) -> Tensor:
+        logits = transform(head(hidden))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, chosen, reduction="sum")
+
+    losses = []
+    for hidden in (h.flatten(0, -2)[keep] for h in passes):
+        parts = _slices(len(hidden), max(1, CHUNK_LOGITS // getattr(head, "out_features", 2**16)))
+        chunks = [checkpoint(chunk_loss, hidden[part], targets[part], use_reentrant=False) for part in parts]
+        losses.append(torch.stack(chunks).sum() if chunks else hidden.sum() * 0.0)
+    stacked = torch.stack(losses)
+    return stacked.sum(), stacked.detach()
+
+
+def _check_range(targets: Tensor, vocab_size: int) -> None:
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < vocab_size:
+        raise ValueError(
+            f"labels must lie in 0..{vocab_size - 1}, or be {IGNORE_INDEX} where there is no target; got values from "
+            f"{int(targets.min())} to {int(targets.max())}"
+        )
 
 
 @torch.library.custom_op("unspoken::chunked_cross_entropy", mutates_args=())
@@ -122,6 +157,8 @@ def _save_gradients(ctx, inputs, output):
 
 def _scale_gradients(ctx, grad_losses, _grad_hidden, _grad_weight):
     """All passes come in with one weight: the caller may only use the losses' sum."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("the chunked loss has no second derivative; take plain_cross_entropy for that")
     grad_hidden, grad_weight = ctx.saved_tensors
     scale = grad_losses[0]
     # A graph that is not kept is done with its tensors: no second gradient of the head's size is made.

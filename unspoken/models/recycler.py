@@ -12,6 +12,7 @@ Source: Recycler sections 2.1 and 2.2; oracle: `latent/reference.py`.
 """
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import RecyclerConfig
 from unspoken.latent.cache import RecycledStateLayer, attach_state, fork, recycled_state
-from unspoken.latent.recycle import RecycleAdapter, receiving_positions, shift
+from unspoken.latent.recycle import RecycleAdapter, carry, receiving_positions, shift
 from unspoken.models.backbone import input_multiplier
-from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
+from unspoken.models.inputs import document_mask, is_packed, may_recycle, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
 
 
@@ -108,8 +109,8 @@ class RecyclerModel(LatentModel):
             raise ValueError(
                 f"prompt_mask must be [batch, tokens] = {tuple(embeds.shape[:2])}, got {tuple(prompt_mask.shape)}"
             )
-        receives = receiving_positions(real, position_ids, prompt_mask)
-        if packed or (torch.compiler.is_compiling() and cache is None):
+        receives = may_recycle(attention_mask, receiving_positions(real, position_ids, prompt_mask))
+        if packed or (packed is None and cache is None):
             attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
         tokens = _Tokens(embeds, attention_mask, position_ids, real, receives, kwargs)
         if num_passes is None:
@@ -118,8 +119,9 @@ class RecyclerModel(LatentModel):
             if packed:
                 raise ValueError("the exact recurrence needs one document a row; position_ids restart within a row")
             return self._recurrence(tokens, cache)
-        if not isinstance(num_passes, int) or num_passes < 1:
+        if not isinstance(num_passes, Integral) or isinstance(num_passes, bool) or num_passes < 1:
             raise ValueError(f"num_passes must be a whole number of at least 1, or 'exact'; got {num_passes!r}")
+        num_passes = int(num_passes)
         if cache is None:
             if num_recurrent == 0:
                 return self._parallel(tokens, num_passes)
@@ -141,8 +143,7 @@ class RecyclerModel(LatentModel):
         for i in range(num_passes):
             outputs.append(self._run(tokens, recycled))
             if i + 1 < num_passes:
-                hidden = outputs[-1].last_hidden_state
-                recycled = shift(hidden.detach() if self.config.detach_between_passes else hidden, tokens.receives)
+                recycled = self._recycled(outputs[-1], tokens)
         return _collected(outputs)
 
     def _decode(
@@ -172,7 +173,7 @@ class RecyclerModel(LatentModel):
         recycled = None if seam is None else _seam_only(seam, tokens)
         for i in range(num_passes):
             if i > 0:
-                recycled = shift(outputs[-1].last_hidden_state, tokens.receives, seam)
+                recycled = self._recycled(outputs[-1], tokens, seam)
             is_last = i + 1 == num_passes
             pass_cache = cache if is_last else None if seam is None else fork(cache)
             outputs.append(self._run(tokens, recycled, pass_cache))
@@ -195,11 +196,14 @@ class RecyclerModel(LatentModel):
         recycled = None if states[0] is None else _seam_only(states[0], tokens)
         for i, pass_cache in enumerate([*caches, cache]):
             if i > 0:
-                recycled = shift(outputs[-1].last_hidden_state, tokens.receives, states[i])
+                recycled = self._recycled(outputs[-1], tokens, states[i])
             outputs.append(self._run(tokens, recycled, pass_cache))
         state = self._remember(outputs[-1], tokens, cache, state)
         # The plain pass recycles nothing, across chunks neither; pass i reads pass i-1's last state of this chunk.
-        last_states = [_masked(output.last_hidden_state, tokens.real)[:, -1:] for output in outputs[:-1]]
+        last_states = [
+            carry(output.last_hidden_state, tokens.real, before)[:, -1:]
+            for output, before in zip(outputs[:-1], states[1:], strict=True)
+        ]
         state.chunk_states = [None, *last_states]
         state.chunk_caches = caches
         return _collected(outputs, cache)
@@ -215,6 +219,13 @@ class RecyclerModel(LatentModel):
         for output in outputs[1:]:
             joined = _joined(joined, output)
         return _with_cache(joined, cache)
+
+    def _recycled(self, output: LatentModelOutput, tokens: _Tokens, previous: Tensor | None = None) -> Tensor:
+        """One pass's states where the next pass reads them, [B, T, d]."""
+        hidden = output.last_hidden_state
+        if self.config.detach_between_passes:
+            hidden = hidden.detach()
+        return shift(carry(hidden, tokens.real, previous), tokens.receives, previous)
 
     def _run(self, tokens: _Tokens, recycled: Tensor | None, cache: Cache | None = None):
         """One run of the backbone, with A(recycled) added to its input."""
@@ -245,7 +256,7 @@ class RecyclerModel(LatentModel):
         in_same_forward: bool = False,
     ) -> RecycledStateLayer:
         state = attach_state(cache) if state is None else state
-        state.write(_masked(output.last_hidden_state, tokens.real), in_same_forward)
+        state.write(carry(output.last_hidden_state, tokens.real, state.read()), in_same_forward)
         return state
 
 
@@ -255,10 +266,10 @@ class RecyclerForCausalLM(LatentForCausalLM):
     config_class = RecyclerConfig
     base_model_class = RecyclerModel
 
-    _is_verifying = False
+    _verification: dict | None = None  # set while candidates of assisted decoding are scored
 
     def _decoding_options(self, logits_to_keep: int | Tensor) -> dict:
-        if self._is_verifying and isinstance(logits_to_keep, int) and logits_to_keep > 1:
+        if self._verification is not None and isinstance(logits_to_keep, int) and logits_to_keep > 1:
             return {"num_recurrent": logits_to_keep - 1}
         return {}
 
@@ -274,15 +285,26 @@ class RecyclerForCausalLM(LatentForCausalLM):
     def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, **kwargs):
         """Without a cache, every step runs the prompt's passes and then the recurrence over what was generated, so
         that `use_cache=False` gives the tokens that a cache gives."""
-        if kwargs.get("cache") is None:
+        if kwargs.get("prompt_mask") is not None:
+            raise ValueError("generate() takes no prompt_mask; num_passes=1 prefills the prompt without recycling")
+        cache = kwargs.get("cache")
+        if self._verification is not None:
+            kwargs |= self._verification
+            if is_first_iteration and cache is not None and (length := int(cache.get_seq_length())) > 0:
+                # transformers would run the tokens of a returned cache once more
+                kwargs["next_sequence_length"] = input_ids.shape[1] - length
+        if cache is None:
             kwargs.setdefault("num_passes", self.config.num_prefill_passes)
             if inputs_embeds is not None and not is_first_iteration:
                 generated = self.get_input_embeddings()(input_ids[:, -kwargs["num_recurrent"] :])
                 inputs_embeds = torch.cat([inputs_embeds, generated], dim=1)
                 is_first_iteration = True  # for transformers: take the embeddings
-        return super().prepare_inputs_for_generation(
+        inputs = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
         )
+        if kwargs.get("in_chunks") and kwargs.get("attention_mask") is not None:
+            inputs["attention_mask"] = kwargs["attention_mask"]  # 2D in a chunk of one token too: it shows the pads
+        return inputs
 
     def _update_model_kwargs_for_generation(
         self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens: int = 1
@@ -293,22 +315,18 @@ class RecyclerForCausalLM(LatentForCausalLM):
 
     def _assisted_decoding(self, *args, **kwargs):
         """Candidates must be scored by the recurrence that decoding would run, not by a prefill's passes."""
-        self._is_verifying = True
+        options = ("num_passes",)  # ours, which a draft model would not know
+        self._verification = {name: kwargs.pop(name) for name in options if name in kwargs}
         try:
             return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self._is_verifying = False
+            self._verification = None
 
 
 def _seam_only(seam: Tensor, tokens: _Tokens) -> Tensor:
-    """The carried state at the first of the tokens, nothing at the others: [B, T, d]."""
-    zeros = seam.new_zeros(seam.shape[0], len(tokens) - 1, seam.shape[2])
-    recycled = torch.cat([seam, zeros], dim=1)
-    return recycled if tokens.receives is None else recycled.masked_fill(~tokens.receives.unsqueeze(-1), 0)
-
-
-def _masked(hidden_states: Tensor, real: Tensor | None) -> Tensor:
-    return hidden_states if real is None else hidden_states.masked_fill(~real.unsqueeze(-1), 0)
+    """The carried state at the first of the real tokens, nothing at the others: [B, T, d]."""
+    nothing = torch.zeros_like(tokens.embeds)
+    return shift(carry(nothing, tokens.real, seam), tokens.receives, seam)
 
 
 def _collected(outputs: list, cache: Cache | None = None) -> LatentModelOutput:
@@ -336,8 +354,12 @@ def _joined(first: LatentModelOutput, second: LatentModelOutput) -> LatentModelO
         pair = first.get(name), second.get(name)
         return None if None in pair else tuple(torch.cat(states, dim=1) for states in zip(*pair, strict=True))
 
+    batch = len(first.last_hidden_state)
+    pairs = zip(first.router_logits or (), second.router_logits or (), strict=False)
+    router_logits = [torch.cat([part.view(batch, -1, part.shape[-1]) for part in pair], dim=1) for pair in pairs]
     return LatentModelOutput(
         last_hidden_state=torch.cat([first.last_hidden_state, second.last_hidden_state], dim=1),
         cache=second.cache,
         hidden_states=both("hidden_states"),
+        router_logits=tuple(logits.flatten(0, 1) for logits in router_logits) or None,
     )

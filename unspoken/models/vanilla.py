@@ -1,11 +1,12 @@
 """The plain language model in the latent models' clothes: the baseline, with the same loop, loss and init."""
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import VanillaConfig
+from unspoken.errors import CacheError
+from unspoken.latent.cache import RecycledStateLayer
 from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
 
@@ -41,7 +42,9 @@ class VanillaModel(LatentModel):
         packed = is_packed(position_ids, real)
         cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
         refuse_unknown(kwargs)
-        if packed or (torch.compiler.is_compiling() and cache is None):
+        if cache is not None and cache.layers and isinstance(cache.layers[-1], RecycledStateLayer):
+            raise CacheError("the cache carries a recycled state, which a plain model would let go stale")
+        if packed or (packed is None and cache is None):
             attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
         outputs = self.backbone(
             inputs_embeds=embeds,
