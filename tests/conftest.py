@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["COLUMNS"] = "250"  # a printed line is not broken in the middle of a path or a word
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the suite is for CPUs: same numbers everywhere
 
 import socket

@@ -171,7 +171,7 @@ def test_the_command_on_a_broken_model(monkeypatch, model_folder, capsys):
 
 def test_bfloat16_is_checked_with_its_own_tolerance(model_folder, capsys):
     assert cli.main(["verify", str(model_folder), "--dtype", "bfloat16"]) == 0
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "in bfloat16" in printed and "1e-01" in printed
 
 
