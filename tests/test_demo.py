@@ -312,17 +312,17 @@ def test_a_missing_result_is_named(arms):
 
 
 def test_the_report_says_where_another_text_had_to_do(arms, stub):
-    (arms / "text").mkdir()
+    (arms / "data").mkdir()
     manifest = {"sources": [{"name": "stdlib", "licence": "PSF-2.0"}], "counts": {}, "splits": {"val": {"tokens": 5}}}
-    (arms / "text" / "manifest.json").write_text(json.dumps(manifest))
+    (arms / "data" / "manifest.json").write_text(json.dumps(manifest))
     for name in ("plain", "recycler", "smollm2-plain", "smollm2-recycler"):
         line = {"prompt": "Once", "completions": [{"text": f" upon <{name}>"}]}
         (arms / f"generations-{name}.jsonl").write_text(json.dumps(line) + "\n")
     comparison = findings.Comparison.read(arms, "Small")
     (arms / "commands").mkdir()
-    stage = pipelines.Stage("T", "W", [[Command("text", ("data",), arms / "text", 1.0)]])
+    stage = pipelines.Stage("T", "W", [[Command("data", ("data",), arms / "data", 1.0)]])
     pipeline = pipelines.Pipeline(arms, [stage], stub, Console(quiet=True))
-    Record("done", ["data", "stdlib"], note="no network: <pip>").write(arms / "commands" / "text.json")
+    Record("done", ["data", "stdlib"], note="no network: <pip>").write(arms / "commands" / "data.json")
     html = story.write_report(arms, [comparison, comparison], pipeline, is_quick=False).read_text()
     assert "ran in place of the first choice. no network: &lt;pip&gt;" in html
     assert "upon &lt;smollm2-recycler&gt;" in html and "stdlib" in html and "lost to it" in html

@@ -184,7 +184,7 @@ class Pipeline:
         for one in running.values():
             if time.monotonic() - one.shown_at >= LINE_EVERY_SECONDS:
                 one.shown_at = time.monotonic()
-                self.console.print(_line(one))
+                self.console.print(_line(one), no_wrap=True, overflow="ellipsis")
 
     def _is_newer_than_needs(self, record: Record, command: Command) -> bool:
         needs = [self.record(name) for name in command.needs]

@@ -74,7 +74,8 @@ def main() -> int:
     prepare_environment()
     console = Console()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
     try:
         pipeline = Pipeline(out, stages(out, QUICK if args.quick else FULL), UNSPOKEN, console)
         if args.fresh:
@@ -142,7 +143,7 @@ def stages(out: Path, size: Size) -> list[Stage]:
         words += ["--max-new-tokens", size.num_new_tokens, "--temperature", 0.8, "--top-p", 0.95, "--output", output]
         return command(f"generate-{name}", seconds, output, *words, needs=(name,))
 
-    text, text_smollm2, smollm2 = "text", "text-smollm2", out / "smollm2"
+    text, text_smollm2, smollm2 = "data", "data-smollm2", out / "smollm2"
     continued = ("--train.total_tokens", size.smollm2_tokens, *size.smollm2_train)
     continued_2x = ("--train.total_tokens", 2 * size.smollm2_tokens, *size.smollm2_train)
     small = ("--no-exact", "--num-passes", 1, *size.small_eval)

@@ -212,7 +212,7 @@ def _made(out: Path, comparisons: Sequence[Comparison], pipeline: Pipeline) -> l
 
 
 def _sources(out: Path) -> Block:
-    manifest = json.loads((out / "text" / "manifest.json").read_text(encoding="utf-8"))
+    manifest = json.loads((out / "data" / "manifest.json").read_text(encoding="utf-8"))
     lines = []
     for source in manifest["sources"]:
         counts = manifest["counts"].get(source["name"], {})
