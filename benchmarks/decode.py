@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.arms import Arms, random_ids, shared_arms, short, smollm2
 from benchmarks.ceiling import counted_flops, matmul_flops_per_second, read_bytes_per_second, weight_bytes
-from benchmarks.measure import Quantities, check, interleave, ratio
+from benchmarks.measure import Quantities, check, interleave, progress, ratio
 from benchmarks.record import Result, Row, Spread, Target
 
 PREFILL_PASSES = (1, 2)
@@ -46,6 +46,7 @@ def run(quick: bool) -> Result:
 
 def measure(arms: Arms, dtype: torch.dtype, batch: int, settings: dict[str, Any], checks: list[str]) -> list[Row]:
     """Rows of one case. Raises RedCheckError when the arms' logits or tokens differ."""
+    progress({"dtype": short(dtype), "batch": batch})
     prompt = random_ids(arms.plain.config.vocab_size, batch, settings["prompt_tokens"])
     num_new = settings["new_tokens"]
     tokens = generate(arms.plain, prompt, num_new)[0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import check, cpu_seconds, ratio
+from benchmarks.measure import check, cpu_seconds, progress, ratio
 from benchmarks.record import Result, Row, Spread, Target
 from unspoken.data.packing import PackedDataset
 from unspoken.data.prepare import PrepareOptions, prepare
@@ -68,6 +68,7 @@ def run(quick: bool) -> Result:
 
 def measure(method: str, folder: Path, settings: dict[str, Any], checks: list[str]) -> list[Row]:
     """Rows of one case, over the data in `folder/data`. Raises RedCheckError when the loops' weights differ."""
+    progress({"model": method})
     recipe = _recipe(method, folder, settings)
     data = open_data(recipe)
     torch.manual_seed(0)

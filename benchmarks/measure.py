@@ -5,6 +5,7 @@ which is why arms alternate and only ratios are judged.
 """
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,11 @@ def check(holds: bool, what: str, checks: list[str]) -> None:
         raise RedCheckError(what)
     if what not in checks:
         checks.append(what)
+
+
+def progress(case: Mapping[str, object]) -> None:
+    """Say which case begins."""
+    print("  " + ", ".join(f"{name} {value}" for name, value in case.items()), file=sys.stderr, flush=True)
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:

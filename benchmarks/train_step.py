@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.arms import Arms, random_ids, shared_arms, short, smollm2
 from benchmarks.ceiling import counted_flops, matmul_flops_per_second
-from benchmarks.measure import Quantities, check, cpu_seconds, interleave, ratio
+from benchmarks.measure import Quantities, check, cpu_seconds, interleave, progress, ratio
 from benchmarks.record import Result, Row, Spread, Target
 
 UNIT = "CPU-seconds per step"
@@ -44,6 +44,7 @@ def measure(
     arms: Arms, dtype: torch.dtype, shape: tuple[int, int], settings: dict[str, Any], checks: list[str]
 ) -> list[Row]:
     """Rows of one case. Raises RedCheckError when the arms' losses differ."""
+    progress({"dtype": short(dtype), "batch": shape[0], "tokens": shape[1]})
     input_ids = random_ids(arms.plain.config.vocab_size, *shape)
     for model in arms:
         model.train()
