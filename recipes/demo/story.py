@@ -1,12 +1,14 @@
 """The demo's report: what was found first, then the plots behind it, then every setting."""
 
 import json
+import os
 import platform
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from command import Command, Record
 from findings import QUICK_SIZES, Comparison
 from pipeline import Pipeline, duration
@@ -194,7 +196,9 @@ def _made(out: Path, comparisons: Sequence[Comparison], pipeline: Pipeline) -> l
     ]
     total = sum(record.cpu_seconds for _, record in records)
     versions = comparisons[0].recycler.evaluation["versions"]
-    machine = f"{platform.machine()}, {platform.system()}; " + ", ".join(f"{k} {v}" for k, v in versions.items())
+    processor = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
+    machine = f"{processor}, {os.cpu_count()} cores, {platform.system()}; one thread a command; "
+    machine += ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch_threads")
     typed = "\n".join(pipeline.typed(record.words) for _, record in records)
     arms = [arm for comparison in comparisons for arm in (comparison.plain, comparison.recycler, comparison.plain_2x)]
     recipes = {arm.run.folder: replace(arm.run, name=arm.run.folder.name) for arm in arms}
