@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unspoken.analysis.compare import Difference, deployed, difference, verdict
-from unspoken.analysis.figures import number, short_count
+from unspoken.analysis.numbers import number, short_count
 from unspoken.analysis.runs import EVALUATION, Run, read_run
 from unspoken.errors import UnspokenError
 

@@ -15,6 +15,7 @@ from pipeline import Pipeline, duration
 
 from unspoken.analysis.compare import Difference, Outcome, verdict
 from unspoken.analysis.figures import Estimate, Frame, interval_plot
+from unspoken.analysis.numbers import signed
 from unspoken.analysis.page import Block, Cards, Cell, Code, Figures, Finding, Folded, Section, Table, Text, page
 from unspoken.analysis.report import checks, curves, depths, gap, loss_table, samples, settings
 from unspoken.analysis.runs import VERIFICATION, Run, read_run
@@ -49,8 +50,8 @@ def write_report(out: Path, comparisons: Sequence[Comparison], pipeline: Pipelin
 
 
 CHECKED = (
-    "`unspoken verify` on the converted SmolLM2: generation against a slow sequential reference, batches against "
-    "single prompts, padded, packed and cached rows against plain ones, and its logits against the source's."
+    "What the command verify finds on the converted SmolLM2: generation against a slow sequential reference, batches "
+    "against single prompts, padded, packed and cached rows against plain ones, and its logits against the source's."
 )
 
 
@@ -74,7 +75,7 @@ def _cards(comparisons: Sequence[Comparison], verified: Run) -> Cards:
             ("at equal tokens, nats per token", comparison.equal_tokens),
             ("at equal compute, nats per token", comparison.equal_compute),
         ):
-            cards.append((f"{found.mean:+.3f}", f"{name}, {what}", found.outcome.value))
+            cards.append((signed(found.mean), f"{name}, {what}", found.outcome.value))
     results = [
         check["passed"] for check in (verified.verification or {}).get("checks", []) if check["passed"] is not None
     ]
@@ -112,7 +113,7 @@ def _continued(comparison: Comparison) -> Section:
             "tokens, and on twice as many, which is what the two passes cost."
         ),
         _table(comparison),
-        Figures([*plots, *curves(runs, kind="train"), *depths(_evaluated(comparison))]),
+        Figures([*plots, *curves(runs, kind="train")[:1], *depths(_evaluated(comparison))]),
     ]
     return Section(comparison.title, blocks)
 

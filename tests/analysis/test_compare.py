@@ -3,6 +3,7 @@ import pytest
 
 from tests.analysis.conftest import evaluation
 from unspoken.analysis.compare import Difference, Outcome, deployed, difference, verdict
+from unspoken.analysis.numbers import number, short_count, signed
 from unspoken.errors import UnspokenError
 
 PIECES = 12
@@ -88,6 +89,12 @@ def test_deployed_is_what_decoding_runs():
     assert deployed(of) == "k=2"  # the passes of training
     of["model"]["config"]["num_train_passes"] = 3
     assert deployed(of) == "k=3"
+
+
+def test_numbers():
+    assert [short_count(value) for value in (1_200_000, 128, 20_480, 2e13)] == ["1.2M", "128", "20.5k", "20T"]
+    assert (number(None), number(1.23456), number(-1.0, 2, sign="+")) == ("not finite", "1.2346", "-1.00")
+    assert (signed(-0.0004), signed(0.0004), signed(-0.0006)) == ("0.000", "0.000", "-0.001")
 
 
 BETTER, WORSE = Difference(-0.03, (-0.04, -0.02), "pieces", 99), Difference(0.27, (0.25, 0.29), "pieces", 99)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from unspoken.analysis.numbers import signed
 from unspoken.errors import UnspokenError
 from unspoken.eval.perplexity import EXACT, interval
 
@@ -46,8 +47,8 @@ class Difference:
 
     def __str__(self) -> str:
         if self.interval is None:
-            return f"{self.mean:+.3f} [too little text]"
-        return f"{self.mean:+.3f} [{self.interval[0]:+.3f}, {self.interval[1]:+.3f}]"
+            return f"{signed(self.mean)} [too little text]"
+        return f"{signed(self.mean)} [{signed(self.interval[0])}, {signed(self.interval[1])}]"
 
 
 def difference(of: Evaluation, name: str, minus: Evaluation, minus_name: str) -> Difference:

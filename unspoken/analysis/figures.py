@@ -16,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from unspoken.analysis.numbers import short_count, signed
+
 COLOURS = ("#4c8dd6", "#e0763a", "#3fa57a", "#a86fd1", "#c9a227", "#d65c7a")
 _INK = "#010203"  # becomes currentColor
 _STYLE: dict[Any, Any] = {
@@ -30,6 +32,7 @@ _STYLE: dict[Any, Any] = {
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.spines.top": False,
+    "axes.formatter.useoffset": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
@@ -67,8 +70,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the data. `y_focus`: quantiles of the ys that the axis must show, to cut off a steep start;
-    `whole_x`: ticks at whole numbers; `x_counts`: ticks like 1.2M; `marks`: named places on the x axis."""
+    """What stands around the data.
+
+    y_focus: quantiles of the ys that the axis must show, to cut off a steep start. min_y_span: the axis shows at least
+    so much, so that noise looks like noise. whole_x: ticks at whole numbers. x_counts: ticks like 1.2M. marks: named
+    places on the x axis.
+    """
 
     title: str
     x_label: str = ""
@@ -76,6 +83,7 @@ class Frame:
     whole_x: bool = False
     x_counts: bool = False
     y_focus: tuple[float, float] = (0.0, 1.0)
+    min_y_span: float = 0.0
     marks: Sequence[tuple[float, str]] = ()
 
 
@@ -99,6 +107,9 @@ def line_plot(series: Sequence[Series], frame: Frame) -> str:
             axes.annotate(name, (place, 1), (4, -4), xycoords=("data", "axes fraction"), textcoords="offset points",
                           va="top", fontsize=9, alpha=0.8)  # fmt: skip
         _focus(axes, series, frame.y_focus)
+        low, high = axes.get_ylim()
+        missing = max(0.0, frame.min_y_span - (high - low)) / 2
+        axes.set_ylim(low - missing, high + missing)
         _finish_axes(axes, frame)
         if len(series) > 1:
             axes.legend(fontsize=9)
@@ -116,7 +127,7 @@ def interval_plot(estimates: Sequence[Estimate], frame: Frame) -> str:
             low, high = one.interval or (one.value, one.value)
             axes.plot([low, high], [row, row], color=colour, lw=6, alpha=0.45, solid_capstyle="round")
             axes.plot([one.value], [row], "o", color=colour, ms=7)
-            axes.annotate(f"{one.value:+.3f}", (one.value, row), (0, 8), textcoords="offset points", ha="center",
+            axes.annotate(signed(one.value), (one.value, row), (0, 8), textcoords="offset points", ha="center",
                           fontsize=9)  # fmt: skip
         axes.set_yticks(range(len(estimates)), [one.name for one in estimates])
         axes.tick_params(axis="y", length=0)
@@ -144,19 +155,6 @@ def _focus(axes: Axes, series: Sequence[Series], quantiles: tuple[float, float])
         low, high = (ys[round(q * (len(ys) - 1))] for q in quantiles)
         margin = 0.06 * (high - low) or 0.1
         axes.set_ylim(low - margin, high + margin)
-
-
-def number(value: float | None, digits: int = 4, sign: str = "") -> str:
-    """A loss for a table; JSON's null is what a diverged model's was."""
-    return "not finite" if value is None else f"{value:{sign}.{digits}f}"
-
-
-def short_count(value: float) -> str:
-    """1_200_000 -> 1.2M."""
-    for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:.3g}"
 
 
 def _svg(figure: Figure) -> str:

@@ -12,11 +12,13 @@ from typing import Any
 
 import yaml
 
-from unspoken.analysis.figures import Frame, Series, line_plot, number
+from unspoken.analysis.figures import Frame, Series, line_plot
+from unspoken.analysis.numbers import number
 from unspoken.analysis.page import Block, Cell, Code, Figures, Folded, Samples, Section, Table, Text, page
 from unspoken.analysis.runs import Run, read_run
 
 Plot = tuple[str, str]  # SVG and caption
+SMALL_SPAN = 0.01  # nats
 STEEP_START = (0.0, 0.85)  # quantiles of a training curve that a plot shows
 
 
@@ -134,7 +136,8 @@ def depths(runs: Sequence[Run]) -> list[Plot]:
         if curve["exact"] is not None:
             series.append(Series("exact recurrence", level=curve["exact"], colour=2, dashed=True))
         mark = [(curve["num_train_passes"], "passes in training")]
-        frame = Frame(f"{run.name}: loss by recycle depth", "passes k", "nats per token", whole_x=True, marks=mark)
+        title = f"{run.name}: loss by recycle depth"
+        frame = Frame(title, "passes k", "nats per token", whole_x=True, marks=mark, min_y_span=SMALL_SPAN)
         drift = number(curve["drift"], sign="+")
         caption = f"Best at k={curve['best_depth']}; {drift} from the depth of training to the last."
         figures.append((line_plot(series, frame), caption))
