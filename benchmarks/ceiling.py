@@ -41,7 +41,9 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 @register_flop_formula(torch.ops.unspoken.chunked_cross_entropy)
-def _chunked_cross_entropy(hidden, weight, targets, multiplier, divisor, cap, wants_hidden, wants_weight, **_) -> int:
+def _chunked_cross_entropy(
+    hidden, weight, targets, pass_weights, multiplier, divisor, cap, wants_hidden, wants_weight, **_
+) -> int:
     """Three products of the head: logits, and the gradients of hidden states and weight. Shapes, not tensors, come."""
     num_passes, num_tokens, hidden_size = hidden
     return 2 * num_passes * num_tokens * hidden_size * weight[0] * (1 + wants_hidden + wants_weight)

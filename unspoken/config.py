@@ -60,6 +60,10 @@ class LatentConfig(PreTrainedConfig):
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
             raise ValueError(f"embedding_scale must be a number above 0, got {scale!r}")
 
+    def loss_weights(self, num_passes: int) -> list[float]:
+        """What each of so many passes' losses is multiplied with in the training loss."""
+        return [1.0] * num_passes
+
     @property
     def vocab_size(self) -> int:
         return self.text_config.vocab_size
@@ -87,6 +91,10 @@ class RecyclerConfig(LatentConfig):
     - `detach_between_passes`: cut the gradient between passes; the paper lets it flow.
     - `pass_loss_reduction`: `sum` over passes as in Eq. 4, or `mean`, which keeps the gradient's scale (and so the
       effect of clipping) that of a plain model.
+    - `pass_loss_weights`: a weight for each pass's loss, the last one for all that follow; equal by default. `mean`
+      divides by their sum.
+    - `adapter_norm`: where the adapter has its RMSNorm, see `latent.recycle.RecycleAdapter`: `input` as in the paper,
+      `output`, or `none`.
 
     Source: Recycler section 2, Eq. 2-4.
     """
@@ -97,6 +105,8 @@ class RecyclerConfig(LatentConfig):
     num_prefill_passes: int = 2
     detach_between_passes: bool = False
     pass_loss_reduction: Literal["sum", "mean"] = "sum"
+    pass_loss_weights: list[float] | None = None
+    adapter_norm: Literal["input", "output", "none"] = "input"
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -108,6 +118,17 @@ class RecyclerConfig(LatentConfig):
             raise ValueError(f"detach_between_passes must be true or false, got {self.detach_between_passes!r}")
         if self.pass_loss_reduction not in ("sum", "mean"):
             raise ValueError(f"pass_loss_reduction must be 'sum' or 'mean', got {self.pass_loss_reduction!r}")
+        if self.adapter_norm not in ("input", "output", "none"):
+            raise ValueError(f"adapter_norm must be 'input', 'output' or 'none', got {self.adapter_norm!r}")
+        weights = self.pass_loss_weights
+        if weights is not None and not (weights and all(w >= 0 for w in weights) and weights[-1] > 0):
+            raise ValueError(f"pass_loss_weights must be numbers of at least 0, the last above 0; got {weights!r}")
+
+    def loss_weights(self, num_passes: int) -> list[float]:
+        given = self.pass_loss_weights or [1.0]
+        weights = [float(given[min(i, len(given) - 1)]) for i in range(num_passes)]
+        total = sum(weights) if self.pass_loss_reduction == "mean" else 1.0
+        return [weight / total for weight in weights]
 
 
 def scaled_init(hidden_size: int) -> dict[str, float]:

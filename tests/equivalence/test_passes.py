@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.families import ALL, REPRESENTATIVE, random_ids, tiny_model
+from tests.families import ALL, REPRESENTATIVE, plain_model, random_ids, tiny_model
 from tests.oracle import body, close, embed
+from unspoken import convert
 from unspoken.latent import reference
 
 LENGTH = 7  # odd, and longer than the sliding windows
@@ -134,3 +135,17 @@ def test_prompts_of_different_lengths_in_one_batch():
         embeds = embed(model, ids[row : row + 1])
         expected = reference.prefill_then_decode(body(model), model.model.adapter, embeds, length, 1)
         close(hidden[row : row + 1], expected)
+
+
+@pytest.mark.parametrize("norm", ["output", "none"])
+def test_other_places_of_the_adapter_s_norm(norm):
+    """They begin as the source, bit for bit, and follow the same recurrence."""
+    source, ids = plain_model("llama", torch.float32), random_ids(2, LENGTH)
+    begin = convert(source, adapter_norm=norm)
+    assert torch.equal(begin(ids, num_passes=3, use_cache=False).logits, source(ids, use_cache=False).logits)
+    model = tiny_model("llama", adapter_norm=norm)
+    actual = model.model(ids, use_cache=False, num_passes=LENGTH).last_hidden_state
+    expected = reference.exact_recurrence(body(model), model.model.adapter, embed(model, ids))
+    close(actual, expected)
+    assert_same_gradients(gradients(model, [actual]), gradients(model, [expected]))
+    close(model.model(ids, num_passes="exact").last_hidden_state, expected)

@@ -22,12 +22,26 @@ def test_the_adapter_is_a_linear_map_of_the_normed_state():
     torch.testing.assert_close(adapter(h), normed @ adapter.proj.weight.T)
 
 
-def test_nothing_recycled_adds_exactly_nothing():
+@pytest.mark.parametrize("norm", ["input", "output", "none"])
+def test_nothing_recycled_adds_exactly_nothing(norm):
     """No bias anywhere: pads, document starts and prompts are zeroed once, before the adapter."""
-    adapter = RecycleAdapter(3)
-    torch.nn.init.normal_(adapter.proj.weight)
+    adapter = RecycleAdapter(3, norm)
+    for parameter in adapter.parameters():
+        torch.nn.init.normal_(parameter)
     assert torch.equal(adapter(torch.zeros(2, 4, 3)), torch.zeros(2, 4, 3))
-    assert {name for name, _ in adapter.named_parameters()} == {"norm.weight", "proj.weight"}
+    assert adapter(states().float()).all()
+    names = {"proj.weight"} if norm == "none" else {"norm.weight", "proj.weight"}
+    assert {name for name, _ in adapter.named_parameters()} == names
+
+
+def test_a_norm_behind_the_linear_map_sets_the_size():
+    adapter = RecycleAdapter(3, "output").double()
+    torch.nn.init.constant_(adapter.norm.weight, 0.3)
+    added = adapter(states())
+    torch.testing.assert_close(added.square().mean(-1).sqrt(), torch.full((2, 5), 0.3).double(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        adapter(100 * states()).square().mean().sqrt(), torch.tensor(0.3).double(), rtol=1e-4, atol=0
+    )
 
 
 def test_shift_moves_states_one_position_to_the_right():

@@ -52,6 +52,21 @@ def test_chunked_equals_plain(num_passes, transform):
         assert w.abs().max() > 0
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_passes_may_weigh_differently(reduction):
+    """The last weight stands for all passes that follow; `mean` divides by the weights' sum."""
+    model, ids = tiny_model("llama", pass_loss_reduction=reduction, pass_loss_weights=[0.25, 2.0]), random_ids(2, 7)
+    outputs = model(ids, labels=ids, num_passes=3)
+    losses = torch.stack(by_hand(model, ids, ids, 3))
+    weights = torch.tensor([0.25, 2.0, 2.0]) / (4.25 if reduction == "mean" else 1.0)
+    torch.testing.assert_close(outputs.pass_losses, losses.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(outputs.loss, (losses * weights).sum(), rtol=1e-6, atol=0)
+    parameters = list(model.parameters())
+    actual, expected = (torch.autograd.grad(loss, parameters) for loss in (outputs.loss, (losses * weights).sum()))
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-7)
+
+
 def test_plain_is_cross_entropy_by_hand():
     passes, weight, targets = problem(1)
     logits = F.linear(passes[0], weight)
@@ -182,7 +197,7 @@ def test_a_compiled_graph_keeps_positions_without_a_target_and_counts_none():
 def test_the_operator_keeps_its_promises_to_the_compiler():
     passes, weight, targets = problem(2)
     hidden = torch.stack(passes).flatten(1, 2).detach().requires_grad_()
-    arguments = (hidden, weight, targets.flatten(), 1.0, 2.0, 3.0, True, True)
+    arguments = (hidden, weight, targets.flatten(), [1.0, 0.5], 1.0, 2.0, 3.0, True, True)
     torch.library.opcheck(loss_module._chunked_cross_entropy, arguments, test_utils=["test_schema", "test_faketensor"])
 
 

@@ -23,3 +23,21 @@ def test_accumulation_counts_the_router_loss_once():
     whole = model(ids, labels=labels)
     plain = model(ids, labels=labels, output_router_logits=False)
     assert torch.isclose(whole.loss - plain.loss, coefficient * whole.aux_loss.to(whole.loss.dtype), rtol=1e-5)
+
+
+def test_each_pass_is_balanced_for_itself():
+    """Over both passes at once, experts that serve one pass alone would look balanced."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    for reduction, divisor in (("sum", 1), ("mean", 2)):
+        model = tiny_model("mixtral", text={"output_router_logits": True}, pass_loss_reduction=reduction).train()
+        ids = random_ids(2, 9)
+        output = model(ids, labels=ids, num_passes=2)
+        assert len(output.router_logits) == 2 * model.config.num_hidden_layers
+        layers = model.config.num_hidden_layers
+        first, second = output.router_logits[:layers], output.router_logits[layers:]
+        top_k = model.config.text_config.num_experts_per_tok
+        expected = (load_balancing_loss_func(first, 4, top_k) + load_balancing_loss_func(second, 4, top_k)) / divisor
+        torch.testing.assert_close(output.aux_loss, expected)
+        both = load_balancing_loss_func(first + second, 4, top_k)
+        assert not torch.isclose(2 * both / divisor, output.aux_loss, rtol=1e-4)

@@ -3,6 +3,8 @@
 Source: Recycler Eq. 2 (A(h) = Linear(RMSNorm(h)), zero-initialised) and Eq. 4 (position t reads h_{t-1}).
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -11,19 +13,33 @@ class ZeroLinear(nn.Linear):
     """A linear map that starts at zero. A class of its own, so that `_init_weights` can tell it from the others."""
 
 
+class ZeroRMSNorm(nn.RMSNorm):
+    """An RMSNorm whose gain starts at zero; see `ZeroLinear`."""
+
+
 class RecycleAdapter(nn.Module):
     """The paper's A: hidden state [..., d] -> what is added to the next token's embedding [..., d].
+
+        norm      A(h)                          starts at zero because
+        input     Linear(RMSNorm(h))            the linear map is zero (the paper's)
+        none      Linear(h)                     the linear map is zero
+        output    RMSNorm(Linear(h))            the norm's gain is zero; the gain alone sets how large A(h) is
 
     It has no bias, so that A(0) = 0 exactly: a zeroed state contributes nothing, and pads, document starts and
     prompt positions need no second mask.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6):
+    def __init__(self, hidden_size: int, norm: Literal["input", "output", "none"] = "input", eps: float = 1e-6):
         super().__init__()
-        self.norm = nn.RMSNorm(hidden_size, eps=eps)
-        self.proj = ZeroLinear(hidden_size, hidden_size, bias=False)
+        norm_class = {"input": nn.RMSNorm, "output": ZeroRMSNorm}.get(norm)
+        linear_class = nn.Linear if norm == "output" else ZeroLinear
+        self.norm = nn.Identity() if norm_class is None else norm_class(hidden_size, eps=eps)
+        self.proj = linear_class(hidden_size, hidden_size, bias=False)
+        self.norm_comes_last = norm == "output"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.norm_comes_last:
+            return self.norm(self.proj(hidden_states))
         return self.proj(self.norm(hidden_states))
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import LatentConfig
-from unspoken.latent.recycle import ZeroLinear, predicted_positions
+from unspoken.latent.recycle import ZeroLinear, ZeroRMSNorm, predicted_positions
 from unspoken.models.backbone import build_backbone, embedding_name, family_of, logit_transform
 from unspoken.models.inputs import real_positions
 from unspoken.models.loss import IGNORE_INDEX, chunked_cross_entropy, module_cross_entropy, shift_labels
@@ -68,7 +68,7 @@ class LatentPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ZeroLinear):
+        if isinstance(module, ZeroLinear | ZeroRMSNorm):
             nn.init.zeros_(module.weight)
         else:
             super()._init_weights(module)
@@ -206,7 +206,7 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
             loss, pass_losses = self.pass_loss(outputs, labels, num_items_in_batch)
             if outputs.router_logits is not None:
                 real = real_positions(attention_mask, labels.shape[1])
-                aux_loss = self.router_loss(outputs.router_logits, real)
+                aux_loss = self.router_loss(outputs.router_logits, real, len(outputs.pass_hidden_states or (0,)))
                 loss = loss + self._router_loss_weight(labels, num_items_in_batch) * aux_loss
         if skip_logits is None:
             skip_logits = labels is not None and self.training
@@ -224,24 +224,34 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         """Loss over all passes and each pass's own [k], each divided by the number of target tokens."""
         passes = list(outputs.pass_hidden_states or [outputs.last_hidden_state])
         targets = shift_labels(labels)
+        weights = self.config.loss_weights(len(passes))
         if type(self.lm_head) is nn.Linear and self.lm_head.bias is None:
-            total, losses = chunked_cross_entropy(passes, self.lm_head.weight, targets, self.transform)
+            total, losses = chunked_cross_entropy(passes, self.lm_head.weight, targets, self.transform, weights)
         else:  # a head that LoRA wraps, or that was replaced: what it computes is more than its weight
-            total, losses = module_cross_entropy(passes, self.lm_head, targets, self.transform)
+            total, losses = module_cross_entropy(passes, self.lm_head, targets, self.transform, weights)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != -100).sum()
-        if getattr(self.config, "pass_loss_reduction", "sum") == "mean":
-            total = total / len(passes)
         return total / num_items_in_batch, losses / num_items_in_batch
 
-    def router_loss(self, router_logits: tuple[Tensor, ...], real: Tensor | None) -> Tensor:
-        """The family's load-balancing loss, over the real tokens of the layers of all passes."""
+    def router_loss(self, router_logits: tuple[Tensor, ...], real: Tensor | None, num_passes: int = 1) -> Tensor:
+        """The family's load-balancing loss of each pass, reduced as the passes' own losses are.
+
+        Each pass must be balanced for itself: over all passes at once, experts that serve one pass alone would pass
+        for balanced. Only the real tokens count. It is the loss of the tokens that this forward sees (as in
+        transformers), so unlike the cross-entropy it depends on how a batch is split.
+        """
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         text_config = self.config.text_config
         num_experts = getattr(text_config, str(family_of(text_config).experts))
         top_k = text_config.num_experts_per_tok
-        return load_balancing_loss_func(router_logits, num_experts, top_k, real)  # type: ignore[arg-type,return-value]
+        losses = [
+            weight * load_balancing_loss_func(logits, num_experts, top_k, real)  # type: ignore[arg-type]
+            for weight, logits in zip(
+                self.config.loss_weights(num_passes), by_pass(router_logits, num_passes), strict=True
+            )
+        ]
+        return torch.stack(losses).sum()
 
     def _router_loss_weight(self, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
         """The family's coefficient, shared out by targets over the micro-batches of one optimizer step."""
@@ -267,6 +277,12 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
             "continuous batching (generate_batch) keeps a paged cache without layers, where the recycled state has no "
             "place; use generate() with a left-padded batch"
         )
+
+
+def by_pass(router_logits: tuple[Tensor, ...], num_passes: int) -> list[tuple[Tensor, ...]]:
+    """The layers' router logits of each pass."""
+    num_layers = len(router_logits) // num_passes
+    return [router_logits[i * num_layers : (i + 1) * num_layers] for i in range(num_passes)]
 
 
 def _carried(outputs: LatentModelOutput) -> dict:

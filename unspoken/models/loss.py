@@ -36,13 +36,17 @@ def plain_cross_entropy(passes: list[Tensor], weight: Tensor, targets: Tensor, t
 
 
 def chunked_cross_entropy(
-    passes: list[Tensor], weight: Tensor, targets: Tensor, transform: LogitTransform
+    passes: list[Tensor],
+    weight: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    pass_weights: list[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy over all passes, and that of each pass.
+    """Summed cross-entropy over all passes, weighted, and that of each pass.
 
-    passes: k hidden states [B, T, d]; weight [V, d]; targets [B, T] already shifted, -100 where there is none.
-    Returns (total, a differentiable scalar; losses [k], detached), at least
-    float32. Oracle: `plain_cross_entropy`.
+    passes: k hidden states [B, T, d]; weight [V, d]; targets [B, T] already shifted, -100 where there is none;
+    pass_weights: k numbers, 1 by default. Returns (total, a differentiable scalar; losses [k], detached and not
+    weighted), at least float32. Oracle: `plain_cross_entropy`.
     """
     hidden = torch.stack([h.flatten(0, -2) for h in passes])
     targets = targets.flatten()
@@ -53,21 +57,26 @@ def chunked_cross_entropy(
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     grad = torch.is_grad_enabled()
-    losses, _, _ = _chunked_cross_entropy(
+    total, losses, _, _ = _chunked_cross_entropy(
         hidden,
         weight,
         targets,
+        pass_weights or [1.0] * len(passes),
         transform.multiplier,
         transform.divisor,
         transform.cap,
         grad and hidden.requires_grad,
         grad and weight.requires_grad,
     )
-    return losses.sum(), losses.detach()
+    return total, losses
 
 
 def module_cross_entropy(
-    passes: list[Tensor], head: nn.Module, targets: Tensor, transform: LogitTransform
+    passes: list[Tensor],
+    head: nn.Module,
+    targets: Tensor,
+    transform: LogitTransform,
+    pass_weights: list[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`chunked_cross_entropy` for a head that is more than its weight: wrapped by LoRA, biased, sharded.
 
@@ -87,8 +96,8 @@ def module_cross_entropy(
         parts = _slices(len(hidden), max(1, CHUNK_LOGITS // getattr(head, "out_features", 2**16)))
         chunks = [checkpoint(chunk_loss, hidden[part], targets[part], use_reentrant=False) for part in parts]
         losses.append(torch.stack(chunks).sum() if chunks else hidden.sum() * 0.0)
-    stacked = torch.stack(losses)
-    return stacked.sum(), stacked.detach()
+    weighted = [loss * w for loss, w in zip(losses, pass_weights or [1.0] * len(losses), strict=True)]
+    return torch.stack(weighted).sum(), torch.stack(losses).detach()
 
 
 def _check_range(targets: Tensor, vocab_size: int) -> None:
@@ -104,13 +113,14 @@ def _chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    pass_weights: list[float],
     multiplier: float,
     divisor: float,
     cap: float,
     wants_hidden: bool,
     wants_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [k, N, d] -> losses [k], and the gradients of their sum for hidden and weight (empty if unwanted).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden [k, N, d] -> the weighted total, losses [k], and the total's gradients (empty if unwanted).
 
     Products are made in hidden's dtype. Losses and the weight's gradient are at least float32: a sum over many chunks
     needs more bits than bfloat16 has. One buffer holds every chunk's logits in turn, since fresh memory of that size
@@ -119,8 +129,11 @@ def _chunked_cross_entropy(
     transform = LogitTransform(multiplier, divisor, cap)
     precise = torch.promote_types(weight.dtype, torch.float32)
     head = weight.to(hidden.dtype)
-    states, targets = hidden.flatten(0, 1), targets.repeat(hidden.shape[0])
+    num_passes, num_targets = hidden.shape[:2]
+    states, targets = hidden.flatten(0, 1), targets.repeat(num_passes)
     losses = states.new_empty(len(states), dtype=precise)
+    weights = torch.tensor(pass_weights, dtype=precise, device=hidden.device)
+    row_weights = weights.repeat_interleave(num_targets)
     grad_hidden = hidden.new_empty(hidden.shape if wants_hidden else 0)
     grad_weight = weight.new_zeros(weight.shape if wants_weight else 0, dtype=precise)
     chunks = _slices(len(states), CHUNK_LOGITS // len(weight))
@@ -129,18 +142,21 @@ def _chunked_cross_entropy(
         h = states[part]
         logits = torch.mm(h, head.t(), out=buffer[: len(h)])
         for rows in _blocks(logits):
-            losses[part][rows] = _loss_then_gradient(logits[rows], targets[part][rows], transform)
+            row = slice(part.start + rows.start, part.start + rows.stop)
+            losses[row] = _loss_then_gradient(logits[rows], targets[row], row_weights[row], transform)
         if wants_hidden:
             torch.mm(logits, head, out=grad_hidden.flatten(0, 1)[part])
         if wants_weight:
             _add_product(grad_weight, logits.t(), h)
-    return losses.view(hidden.shape[:2]).sum(-1), grad_hidden, grad_weight
+    pass_losses = losses.view(num_passes, num_targets).sum(-1)
+    return (pass_losses * weights).sum(), pass_losses, grad_hidden, grad_weight
 
 
 @_chunked_cross_entropy.register_fake
-def _(hidden, weight, targets, multiplier, divisor, cap, wants_hidden, wants_weight):
+def _(hidden, weight, targets, pass_weights, multiplier, divisor, cap, wants_hidden, wants_weight):
     precise = torch.promote_types(weight.dtype, torch.float32)
     return (
+        hidden.new_empty((), dtype=precise),
         hidden.new_empty(hidden.shape[0], dtype=precise),
         hidden.new_empty(hidden.shape if wants_hidden else 0),
         torch.empty_like(weight, dtype=precise) if wants_weight else weight.new_empty(0, dtype=precise),
@@ -148,24 +164,22 @@ def _(hidden, weight, targets, multiplier, divisor, cap, wants_hidden, wants_wei
 
 
 def _save_gradients(ctx, inputs, output):
-    _, grad_hidden, grad_weight = output
+    _, losses, grad_hidden, grad_weight = output
     ctx.save_for_backward(grad_hidden, grad_weight)
-    ctx.mark_non_differentiable(grad_hidden, grad_weight)
+    ctx.mark_non_differentiable(losses, grad_hidden, grad_weight)
     ctx.weight_dtype = inputs[1].dtype
     ctx.wants_hidden, ctx.wants_weight = inputs[-2:]
 
 
-def _scale_gradients(ctx, grad_losses, _grad_hidden, _grad_weight):
-    """All passes come in with one weight: the caller may only use the losses' sum."""
+def _scale_gradients(ctx, scale, _grad_losses, _grad_hidden, _grad_weight):
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("the chunked loss has no second derivative; take plain_cross_entropy for that")
     grad_hidden, grad_weight = ctx.saved_tensors
-    scale = grad_losses[0]
     # A graph that is not kept is done with its tensors: no second gradient of the head's size is made.
     multiply = torch.mul if _graph_is_kept() else Tensor.mul_
     grad_hidden = multiply(grad_hidden, scale) if ctx.wants_hidden else None
     grad_weight = multiply(grad_weight, scale).to(ctx.weight_dtype) if ctx.wants_weight else None
-    return grad_hidden, grad_weight, None, None, None, None, None, None
+    return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 _chunked_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -176,15 +190,15 @@ def _graph_is_kept() -> bool:
     return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
 
 
-def _loss_then_gradient(raw: Tensor, targets: Tensor, transform: LogitTransform) -> Tensor:
-    """Cross-entropy [n] of raw logits [n, V], which are overwritten with the gradient of its sum."""
+def _loss_then_gradient(raw: Tensor, targets: Tensor, weights: Tensor, transform: LogitTransform) -> Tensor:
+    """Cross-entropy [n] of raw logits [n, V], which are overwritten with the gradient of its sum weighted by [n]."""
     logits = transform(raw.to(torch.promote_types(raw.dtype, torch.float32)))
     gradient = F.log_softmax(logits, dim=-1)
     counted = targets != IGNORE_INDEX
     chosen = targets.clamp_min(0).unsqueeze(-1)
     loss = -gradient.gather(-1, chosen)
     gradient.exp_().scatter_(-1, chosen, torch.expm1(-loss))
-    gradient *= counted.to(gradient.dtype).unsqueeze(-1)
+    gradient *= (counted * weights).to(gradient.dtype).unsqueeze(-1)
     raw.copy_(transform.input_gradient(logits, gradient))
     return loss.squeeze(-1).masked_fill(~counted, 0)
 

@@ -68,7 +68,7 @@ class RecyclerModel(LatentModel):
 
     def __init__(self, config: RecyclerConfig):
         super().__init__(config)
-        self.adapter = RecycleAdapter(config.hidden_size)
+        self.adapter = RecycleAdapter(config.hidden_size, config.adapter_norm)
         # A body that multiplies its inputs would multiply A(h) too, which belongs beside the multiplied embedding.
         self.adapter_scale = 1.0 / input_multiplier(config.text_config)
         self.post_init()

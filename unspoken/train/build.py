@@ -1,5 +1,7 @@
 """From a recipe to its model and data, and the checks that both fit before a step is spent on them."""
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,36 +12,80 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from unspoken.config import RecyclerConfig, scaled_init
+from unspoken.data.mixing import MixedDataset
 from unspoken.data.packing import PackedDataset
-from unspoken.data.tokenizer import tokenizer_fingerprint
+from unspoken.data.tokenizer import document_end_id, tokenizer_fingerprint
 from unspoken.data.tokens import TokenShards, check_embedding_rows
+from unspoken.data.windows import Windows
 from unspoken.errors import UnspokenError, UsageError, nearest
 from unspoken.models.backbone import FAMILIES
 from unspoken.models.convert import METHODS, convert
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import load_source
-from unspoken.train.recipe import METHOD_FIELDS, ModelSection, Recipe
+from unspoken.train.recipe import METHOD_FIELDS, ModelSection, Recipe, SourceSection
 
 HELD_OUT_SEED = 0  # not the run's: two arms of a comparison are measured on the same windows
 
 
 @dataclass(frozen=True)
 class Data:
-    """A run's tokens: `train` in the order that the seed gives, `held_out` of the val split (None: no evaluation)."""
+    """What a run reads: `train` in the order that the seed gives, `held_out` the same for every seed (None: no
+    evaluation). `fingerprint` changes with any of it but the order; `name` is for messages; `shards`: the first
+    source's."""
 
-    train: PackedDataset
-    held_out: PackedDataset | None
+    train: Windows
+    held_out: Windows | None
     tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+    name: str
     shards: TokenShards
 
 
 def open_data(recipe: Recipe) -> Data:
-    length = recipe.data.sequence_length
-    shards = TokenShards.open(recipe.data.path, "train", verify=True)
-    held_out = None
-    if recipe.train.eval_every:
-        held_out = PackedDataset(TokenShards.open(recipe.data.path, "val"), length, seed=HELD_OUT_SEED)
-    return Data(PackedDataset(shards, length, seed=recipe.run.seed), held_out, shards.load_tokenizer(), shards)
+    """The windows that the recipe's `data` section describes.
+
+    Raises:
+        UsageError: sources that do not go together.
+        UnspokenError: a folder that is missing or damaged, or too small for one window.
+    """
+    if recipe.data.path is not None:
+        return _one_source(recipe, recipe.data.path)
+    return _mixture(recipe, recipe.data.sources or [])
+
+
+def _one_source(recipe: Recipe, folder: Path) -> Data:
+    shards = TokenShards.open(folder, "train", verify=True)
+    train = PackedDataset(shards, recipe.data.sequence_length, seed=recipe.run.seed)
+    held_out = _held_out(recipe, folder) if recipe.train.eval_every else None
+    return Data(train, held_out, shards.load_tokenizer(), shards.fingerprint, f"data.path: {folder}", shards)
+
+
+def _held_out(recipe: Recipe, folder: Path) -> PackedDataset:
+    return PackedDataset(TokenShards.open(folder, "val"), recipe.data.sequence_length, seed=HELD_OUT_SEED)
+
+
+def _mixture(recipe: Recipe, sources: list[SourceSection]) -> Data:
+    singles = [_one_source(recipe, source.path) for source in sources]
+    first, weights = singles[0], [source.weight for source in sources]
+    for single in singles:
+        if single.shards.tokenizer_fingerprint != first.shards.tokenizer_fingerprint:
+            tokenizer = first.shards.folder / "tokenizer"
+            raise UsageError(
+                f"data.sources: {single.shards.folder} was made with another tokenizer than {first.shards.folder}, so "
+                f"its ids mean other tokens; prepare it again with `--tokenizer {tokenizer}`"
+            )
+    try:
+        train = MixedDataset([single.train for single in singles], weights, seed=recipe.run.seed)
+    except UsageError as error:
+        raise UsageError(f"data.sources: {error}") from error
+    parts = [single.held_out for single in singles if single.held_out is not None]
+    held_out = MixedDataset(parts, weights, shuffle=False) if parts else None
+    fingerprint = _digest([[single.fingerprint, weight] for single, weight in zip(singles, weights)])
+    return Data(train, held_out, first.tokenizer, fingerprint, f"data.sources: {sources[0].path}", first.shards)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
@@ -51,14 +97,9 @@ def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
     section = recipe.model
     model = _new(section, data) if section.from_pretrained is None else _pretrained(section, data)
     config: Any = model.config
-    for field in METHOD_FIELDS:
-        if (value := getattr(section, field)) is not None:
-            if not hasattr(config, field):
-                raise UsageError(f"model.{field}: a {config.model_type} model has no such field")
-            setattr(config, field, value)
     if recipe.train.third_pass_fraction and not isinstance(config, RecyclerConfig):
         raise UsageError("train.third_pass_fraction: the plain model has one pass")
-    check_embedding_rows(data.shards.vocab_size, len(embedding_weight(model)))
+    check_embedding_rows(len(data.tokenizer), len(embedding_weight(model)))
     longest = getattr(config.text_config, "max_position_embeddings", None)
     if longest is not None and recipe.data.sequence_length > longest:
         raise UsageError(
@@ -91,6 +132,11 @@ def compute_parameters(model: LatentForCausalLM) -> int:
     return total - embedding_weight(model).numel()
 
 
+def _method_fields(section: ModelSection) -> dict[str, Any]:
+    """The method's fields that the recipe gives."""
+    return {field: value for field in METHOD_FIELDS if (value := getattr(section, field)) is not None}
+
+
 def _new(section: ModelSection, data: Data) -> LatentForCausalLM:
     fields = dict(section.backbone or {})
     model_type = fields.pop("model_type")
@@ -104,15 +150,17 @@ def _new(section: ModelSection, data: Data) -> LatentForCausalLM:
         if key not in known:  # transformers would keep it as an attribute that nothing reads
             raise UsageError(f"model.backbone.{key}: {model_type} has no such key{nearest(key, known)}")
     tokenizer = data.tokenizer
-    latent: dict[str, Any] = {}
+    latent = _method_fields(section)
     if section.init == "scaled":
         scales = scaled_init(fields.get("hidden_size", config_class().hidden_size))
         fields.setdefault("initializer_range", scales["initializer_range"])
         latent["embedding_scale"] = scales["embedding_scale"]
     fields.setdefault("vocab_size", len(tokenizer))
     fields.setdefault("bos_token_id", tokenizer.bos_token_id)
-    fields.setdefault("eos_token_id", data.shards.document_end_id)
+    fields.setdefault("eos_token_id", document_end_id(tokenizer))
     fields.setdefault("pad_token_id", tokenizer.pad_token_id)
+    if FAMILIES[model_type].experts is not None:  # transformers trains routers without it unless told otherwise
+        fields.setdefault("output_router_logits", True)
     model_class = METHODS[section.method or ""]
     try:
         return model_class(model_class.config_class(text_config=config_class(**fields), **latent))
@@ -128,23 +176,29 @@ def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
     if tokenizer is not None:
         _check_tokenizer(tokenizer, data, name)
     if section.method is not None and not isinstance(source, METHODS[section.method]):
-        return convert(source, section.method)
+        return convert(source, section.method, **_method_fields(section))
     if not isinstance(source, LatentForCausalLM):
         raise UsageError(
             f"model.from_pretrained: {name} is a plain {source.config.model_type} model; say what to make of it with "
             f"`method: recycler` or `method: vanilla`"
         )
+    for field, value in _method_fields(section).items():
+        if not hasattr(source.config, field):
+            raise UsageError(f"model.{field}: a {source.config.model_type} model has no such field")
+        if field == "adapter_norm" and value != source.config.adapter_norm:
+            raise UsageError(f"model.adapter_norm: {name} has its adapter already, with {source.config.adapter_norm!r}")
+        setattr(source.config, field, value)
     return source
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: Data, name: str) -> None:
     if tokenizer.get_vocab() != data.tokenizer.get_vocab():
         raise UsageError(
-            f"data.path: {data.shards.folder} was made with another tokenizer than {name}'s, so its ids mean other "
-            f"tokens; prepare it again with `--tokenizer {name}`"
+            f"{data.name} was made with another tokenizer than {name}'s, so its ids mean other tokens; prepare it "
+            f"again with `--tokenizer {name}`"
         )
     if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(data.tokenizer):
-        print(f"note: {data.shards.folder} has {name}'s vocabulary but other tokenizer settings")
+        print(f"note: {data.name} has {name}'s vocabulary but other tokenizer settings")
 
 
 def pick_device(name: str) -> torch.device:

@@ -9,9 +9,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-METHOD_FIELDS = ("num_train_passes", "num_prefill_passes", "pass_loss_reduction", "detach_between_passes")
+from unspoken.data.frozen_random import MAX_SEED
+
+METHOD_FIELDS = (
+    "num_train_passes", "num_prefill_passes", "pass_loss_reduction", "pass_loss_weights", "detach_between_passes",
+    "adapter_norm",
+)  # fmt: skip
 TRACKERS = ("tensorboard", "wandb", "trackio")
-MAX_SEED = 2**32 - 1  # of numpy's frozen generators
 
 
 def _number(value: Any) -> Any:
@@ -68,7 +72,9 @@ class ModelSection(Section):
     num_train_passes: Count | None = None
     num_prefill_passes: Count | None = None
     pass_loss_reduction: Literal["sum", "mean"] | None = None
+    pass_loss_weights: list[NotNegative] | None = None
     detach_between_passes: bool | None = None
+    adapter_norm: Literal["input", "output", "none"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -92,11 +98,28 @@ class ModelSection(Section):
         return self
 
 
-class DataSection(Section):
-    """`path` is a folder written by `unspoken data prepare`."""
+class SourceSection(Section):
+    """One of several data folders, and its share of the windows in proportion to the other weights."""
 
     path: Path
+    weight: Positive = 1.0
+
+
+class DataSection(Section):
+    """One of two: `path` is a folder written by `unspoken data prepare`, `sources` are several with weights."""
+
+    path: Path | None = None
+    sources: Annotated[list[SourceSection], Field(min_length=1)] | None = None
     sequence_length: Annotated[int, _Number, Field(ge=2)] = 256
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.sources is None):
+            raise ValueError("give `path` or `sources`, one of the two")
+        paths = [source.path.resolve() for source in self.sources or []]
+        if twice := next((path for path in paths if paths.count(path) > 1), None):
+            raise ValueError(f"{twice} is twice among `sources`; give it the sum of its weights")
+        return self
 
 
 class OptimSection(Section):
