@@ -22,7 +22,8 @@ ALLOWED = {
     **BELOW,
     **ABOVE,
     "serve": {"config", "errors"},
-    "cli": set(BELOW) | set(ABOVE) | {"serve"},
+    "paper": set(BELOW) | set(ABOVE),
+    "cli": set(BELOW) | set(ABOVE) | {"serve", "paper"},
     "__init__": set(),
 }
 

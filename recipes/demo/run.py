@@ -7,20 +7,19 @@ It is resumable: what is finished is skipped, a training run that was stopped go
 
 import argparse
 import os
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from command import Command
 from findings import Comparison, closing_table, sentences
-from pipeline import Pipeline, Stage
 from rich.console import Console
 from rich.text import Text
 from story import write_report
 
 from unspoken.errors import UnspokenError
+from unspoken.paper.command import Command
+from unspoken.paper.environment import PROGRAM, interrupt_on_signals, is_bfloat16_fast, prepare_environment
+from unspoken.paper.pipeline import Pipeline, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130
@@ -73,11 +72,9 @@ def main() -> int:
     os.chdir(ROOT)
     prepare_environment()
     console = Console()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
+    interrupt_on_signals()
     try:
-        pipeline = Pipeline(out, stages(out, QUICK if args.quick else FULL), UNSPOKEN, console)
+        pipeline = Pipeline(out, stages(out, QUICK if args.quick else FULL), PROGRAM, console)
         if args.fresh:
             pipeline.forget()
         pipeline.run()
@@ -95,24 +92,6 @@ LEGEND = (
     "Loss in nats per token of held-out text; exact: the recurrence, which decoding runs. FLOPs: 6 x parameters x "
     "tokens x passes. In brackets: 95 % intervals, paired, over pieces of text.\n"
 )
-UNSPOKEN = (sys.executable, "-m", "unspoken.cli")
-
-
-def prepare_environment() -> None:
-    """One thread for each command, as two run side by side; nothing is fetched from a model hub."""
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def is_bfloat16_fast() -> bool:
-    """Whether the recipes' bf16 autocast pays here: a processor without instructions for it is slower than in fp32."""
-    return torch.cuda.is_available() or any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name)
 
 
 def stages(out: Path, size: Size) -> list[Stage]:

@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from command import Command, Record
 from findings import QUICK_SIZES, Comparison
-from pipeline import Pipeline, duration
 
 from unspoken.analysis.compare import Difference, Outcome, verdict
 from unspoken.analysis.figures import Estimate, Frame, interval_plot
@@ -19,6 +17,8 @@ from unspoken.analysis.numbers import signed
 from unspoken.analysis.page import Block, Cards, Cell, Code, Figures, Finding, Folded, Section, Table, Text, page
 from unspoken.analysis.report import checks, curves, depths, gap, loss_table, samples, settings
 from unspoken.analysis.runs import VERIFICATION, Run, read_run
+from unspoken.paper.command import Command, Record
+from unspoken.paper.pipeline import Pipeline, duration
 
 QUESTION = (
     "A language model hands one sampled token to its next step and throws its hidden state away. "

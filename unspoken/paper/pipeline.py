@@ -5,6 +5,7 @@
 
 A command is done when its record says so, its words and its recipe are those of the record, its output is there, and
 nothing it needs was made after it. Anything else is run again; a stopped training run goes on from its checkpoint.
+The demo and the studies of `unspoken paper` are pipelines.
 """
 
 import shlex
@@ -17,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from command import RESUME, Command, Record, Running
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -25,6 +25,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from unspoken.errors import UnspokenError, UsageError
+from unspoken.paper.command import RESUME, Command, Record, Running
 
 POLL_SECONDS = 0.2
 LINE_EVERY_SECONDS = 20  # without a terminal
@@ -34,11 +35,16 @@ FOLDER = "commands"
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands of one lane run one after the other, the lanes side by side."""
+    """Commands of one lane run one after the other; `at_once` lanes (None: all) side by side, the first ones first."""
 
     title: str
     purpose: str
     lanes: Sequence[Sequence[Command]]
+    at_once: int | None = None
+
+    def seconds(self, lanes: Sequence[float]) -> float:
+        """What lanes of such lengths take together."""
+        return max([*lanes, sum(lanes) / (self.at_once or len(lanes) or 1)])
 
 
 class CommandFailed(UnspokenError):
@@ -48,12 +54,19 @@ class CommandFailed(UnspokenError):
 class Pipeline:
     """Runs stages into `out`. `program` is what stands before a command's words.
 
+    keep_going: after a failure only what needs its output is left out; `failed` has a reason for each command that
+    failed or was left out.
+
     Raises:
         UsageError: `out` holds something else.
     """
 
-    def __init__(self, out: Path, stages: Sequence[Stage], program: Sequence[str], console: Console):
+    def __init__(
+        self, out: Path, stages: Sequence[Stage], program: Sequence[str], console: Console, keep_going: bool = False
+    ):
         self.out, self.stages, self.program, self.console = out, stages, program, console
+        self.keep_going = keep_going
+        self.failed: dict[str, str] = {}
         self.began = time.monotonic()
         self.ran: set[str] = set()
         self.notes: dict[str, str] = {}
@@ -64,7 +77,7 @@ class Pipeline:
         """Run what is not done.
 
         Raises:
-            CommandFailed: says which command, and the end of what it printed.
+            CommandFailed: says which command, and the end of what it printed; not where it keeps going.
             KeyboardInterrupt: once the running commands have saved what they can.
         """
         (self.out / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -89,7 +102,7 @@ class Pipeline:
         record = self.record(command.name)
         if record is None or record.status != "done" or not command.output.exists():
             return False
-        return _is_same(record, command) and self._is_newer_than_needs(record, command)
+        return self._is_current(record, command)
 
     def typed(self, words: Sequence[str]) -> str:
         """A command as a person would type it."""
@@ -101,21 +114,41 @@ class Pipeline:
     def _run_stage(self, stage: Stage, later: float) -> None:
         queues = [deque(lane) for lane in stage.lanes]
         running: dict[int, Running] = {}
+        done = {command.name for command in _commands(stage) if self.is_done(command)}
         live = Live(console=self.console, refresh_per_second=4, transient=True)
         try:
             if self.console.is_terminal:
                 live.start()
             while any(queues) or running:
-                for lane, queue in enumerate(queues):
-                    if lane in running and running[lane].has_ended():
-                        self._finish(running.pop(lane), queue)
-                    if lane not in running and queue:
-                        self._take(queue.popleft(), lane, running)
-                self._show(live, running, later + self._stage_left(queues, running))
+                for lane in [lane for lane, one in running.items() if one.has_ended()]:
+                    self._finish(running.pop(lane), queues[lane])
+                self._begin(queues, running, stage.at_once or len(queues))
+                self._show(live, running, later + _stage_left(stage, queues, running, done))
                 time.sleep(POLL_SECONDS if running else 0)
         finally:  # nothing is running where all went well
             live.stop()
             self._stop(running)
+
+    def _begin(self, queues: list[deque[Command]], running: dict[int, Running], at_once: int) -> None:
+        """Start what can start, in the order of the lanes."""
+        was_idle, num_left = not running, sum(map(len, queues))
+        to_come = {command.name for queue in queues for command in queue}
+        to_come |= {one.command.name for one in running.values()}
+        for lane, queue in enumerate(queues):
+            if not queue or lane in running or len(running) >= at_once:
+                continue
+            if lost := [need for need in queue[0].needs if need in self.failed]:
+                self.failed |= {command.name: f"not run, as it needs {lost[0]}" for command in queue}
+                queue.clear()
+            elif to_come.isdisjoint(queue[0].needs) and all(map(self._is_made, queue[0].needs)):
+                self._take(queue.popleft(), lane, running)
+        if was_idle and not running and num_left and num_left == sum(map(len, queues)):
+            command = next(queue[0] for queue in queues if queue)
+            raise UnspokenError(f"{command.name} waits for {', '.join(command.needs)}, which nothing here makes")
+
+    def _is_made(self, name: str) -> bool:
+        record = self.record(name)
+        return record is not None and record.status == "done"
 
     def _take(self, command: Command, lane: int, running: dict[int, Running]) -> None:
         if self.is_done(command):
@@ -130,8 +163,8 @@ class Pipeline:
     def _words(self, command: Command) -> list[str]:
         """The words to run now: with `--resume` if they can go on, else with the place for them cleared."""
         record, words = self.record(command.name), list(command.words)
-        was_begun = record is not None and record.status != "done" and command.can_resume and command.output.exists()
-        if was_begun and _is_same(record, command) and self._is_newer_than_needs(record, command):
+        can_go_on = command.can_resume and command.output.exists()
+        if record is not None and record.status != "done" and can_go_on and self._is_current(record, command):
             return [*words, RESUME]
         _delete(command.output)
         _delete(self._record_path(command.name))
@@ -155,9 +188,14 @@ class Pipeline:
             return
         one.record("failed").write(path)
         missing = f", but left no {command.output}" if one.status == 0 else ""
+        how = f"{command.name} ended with exit status {one.status}{missing}. The end of {one.log}:\n\n{printed}"
+        if self.keep_going:
+            self.failed[command.name] = printed.splitlines()[-1] if printed else f"exit status {one.status}{missing}"
+            self.console.print(f"  [red]failed[/]  {escape(how)}", highlight=False)
+            return
         raise CommandFailed(
-            f"{command.name} ended with exit status {one.status}{missing}. The end of {one.log}:\n\n{printed}\n\n"
-            f"To try it again by itself:\n  {self.typed(one.words)}\nThe demo, run again, goes on from there."
+            f"{how}\n\nTo try it again by itself:\n  {self.typed(one.words)}\n"
+            "What is finished is kept: run the whole again, and it goes on from there."
         )
 
     def _stop(self, running: dict[int, Running]) -> None:
@@ -186,7 +224,10 @@ class Pipeline:
                 one.shown_at = time.monotonic()
                 self.console.print(_line(one), no_wrap=True, overflow="ellipsis")
 
-    def _is_newer_than_needs(self, record: Record, command: Command) -> bool:
+    def _is_current(self, record: Record, command: Command) -> bool:
+        """Whether it was made with this command's words and recipe, and from the newest of what it needs."""
+        if not _is_same(record, command):
+            return False
         needs = [self.record(name) for name in command.needs]
         return all(need is not None and need.status == "done" and need.ended <= record.ended for need in needs)
 
@@ -194,20 +235,15 @@ class Pipeline:
         return self.out / FOLDER / f"{name}.json"
 
     def _left(self, stage: Stage) -> float:
-        """Seconds that a stage should still take: its longest lane's."""
-        return max(sum(c.cpu_seconds for c in lane if not self.is_done(c)) for lane in stage.lanes)
-
-    def _stage_left(self, queues: list[deque[Command]], running: dict[int, Running]) -> float:
-        left = [sum(command.cpu_seconds for command in queue if not self.is_done(command)) for queue in queues]
-        for lane, one in running.items():
-            left[lane] += max(0.0, one.command.cpu_seconds - one.elapsed_seconds)
-        return max(left)
+        """Seconds that a stage should still take."""
+        return stage.seconds([sum(c.cpu_seconds for c in lane if not self.is_done(c)) for lane in stage.lanes])
 
     def _times(self, left_seconds: float) -> str:
         """Elapsed time, and what is left at the pace that was seen so far."""
         elapsed = time.monotonic() - self.began
         expected = sum(
-            max(sum(c.cpu_seconds for c in lane if c.name in self.ran) for lane in stage.lanes) for stage in self.stages
+            stage.seconds([sum(c.cpu_seconds for c in lane if c.name in self.ran) for lane in stage.lanes])
+            for stage in self.stages
         )
         pace = min(5.0, max(0.5, elapsed / expected)) if expected > 10 else 1.0
         return f"{duration(elapsed)} elapsed, about {duration(left_seconds * pace)} to go"
@@ -226,6 +262,13 @@ def _is_same(record: Record, command: Command) -> bool:
 
 def _commands(stage: Stage) -> list[Command]:
     return [command for lane in stage.lanes for command in lane]
+
+
+def _stage_left(stage: Stage, queues: list[deque[Command]], running: dict[int, Running], done: set[str]) -> float:
+    left = [sum(command.cpu_seconds for command in queue if command.name not in done) for queue in queues]
+    for lane, one in running.items():
+        left[lane] += max(0.0, one.command.cpu_seconds - one.elapsed_seconds)
+    return stage.seconds(left)
 
 
 def _line(one: Running) -> Text:
