@@ -15,13 +15,13 @@ A window that holds the end of document A, all of B and the start of C (the mode
 import numpy as np
 import torch
 
+from unspoken.data.frozen_random import check_seed, frozen_random
 from unspoken.data.tokens import TokenShards
+from unspoken.data.windows import IGNORE_LABEL, Windows, check_index
 from unspoken.errors import UnspokenError, UsageError
 
-IGNORE_LABEL = -100
 
-
-class PackedDataset(torch.utils.data.Dataset):
+class PackedDataset(Windows):
     """Windows over a split, in a fixed order.
 
     `dataset[i]` is window i of the endless sequence of epochs, so i may exceed `len(dataset)`, the windows of
@@ -32,8 +32,7 @@ class PackedDataset(torch.utils.data.Dataset):
     def __init__(self, shards: TokenShards, sequence_length: int, seed: int = 0, shuffle: bool = True) -> None:
         if sequence_length < 2:
             raise UsageError(f"sequence_length is {sequence_length}; it must be at least 2")
-        if not 0 <= seed < 1 << 32:
-            raise UsageError(f"seed is {seed}; it must lie in 0 .. {(1 << 32) - 1}")
+        check_seed(seed)
         if shards.num_tokens < sequence_length:
             raise UnspokenError(
                 f"{shards.folder} has {shards.num_tokens} tokens in split {shards.split!r}, but one window "
@@ -49,7 +48,6 @@ class PackedDataset(torch.utils.data.Dataset):
         return self.shards.num_tokens // self.sequence_length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return `input_ids`, `position_ids` and `labels`, int64 [sequence_length]."""
         start = self.window_start(index)
         tokens = self.shards.tokens[start : start + self.sequence_length].astype(np.int64)
         starts = self._document_starts(start)
@@ -65,25 +63,10 @@ class PackedDataset(torch.utils.data.Dataset):
 
     def window_start(self, index: int) -> int:
         """Return where window `index` starts in the token stream."""
-        if index < 0:
-            raise IndexError(f"window {index}: windows are numbered from 0")
+        check_index(index)
         epoch, place = divmod(index, len(self))
         offset, order = self._epoch(epoch)
         return offset + int(order[place]) * self.sequence_length
-
-    def global_batch(self, index: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> dict[str, torch.Tensor]:
-        """Return rank `rank`'s rows of global batch `index`, each tensor [batch_size / num_ranks,
-        sequence_length].
-
-        `batch_size` counts the windows of all ranks. The rows of ranks 0, 1, ... in order are the batch that
-        one process would see, whatever the number of ranks; a batch may span two epochs.
-        """
-        if batch_size % num_ranks:
-            raise UsageError(f"batch size {batch_size} is not a multiple of the {num_ranks} ranks")
-        share = batch_size // num_ranks
-        first = index * batch_size + rank * share
-        rows = [self[first + row] for row in range(share)]
-        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
     def _document_starts(self, start: int) -> np.ndarray:
         """Return where documents start inside the window at `start`; the window's own start counts as one."""
@@ -100,10 +83,8 @@ class PackedDataset(torch.utils.data.Dataset):
         return self._epochs[epoch]
 
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
-        # RandomState's streams are frozen, unlike those of newer generators: a run can be resumed under
-        # another numpy.
         if not self.shuffle:
             return 0, np.arange(len(self))
-        random = np.random.RandomState(np.array([self.seed, epoch], dtype=np.uint32))
+        random = frozen_random(self.seed, epoch)
         offset = int(random.randint(self.shards.num_tokens % self.sequence_length + 1))
         return offset, random.permutation(len(self))

@@ -141,6 +141,10 @@ class TokenShards:
     def fingerprint(self) -> str:
         return self.manifest["fingerprint"]
 
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        return self.manifest["tokenizer"]["fingerprint"]
+
     def document(self, index: int) -> np.ndarray:
         """Return the ids of one document, the end-of-document token included."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]

@@ -1,0 +1,20 @@
+"""The generator behind every fixed order: the same numbers give the same stream under every version of numpy."""
+
+import numpy as np
+
+from unspoken.errors import UsageError
+
+MAX_SEED = 2**32 - 1
+
+
+def check_seed(seed: int) -> None:
+    if not 0 <= seed <= MAX_SEED:
+        raise UsageError(f"seed is {seed}; it must lie in 0 .. {MAX_SEED}")
+
+
+def frozen_random(*numbers: int) -> np.random.RandomState:
+    """The generator of these numbers, each in 0 .. MAX_SEED.
+
+    RandomState's streams are frozen, unlike those of newer generators: a run can be resumed under another numpy.
+    """
+    return np.random.RandomState(np.array(numbers, dtype=np.uint32))
