@@ -22,12 +22,14 @@ from unspoken.latent.recycle import ZeroLinear, ZeroRMSNorm, predicted_positions
 from unspoken.models.backbone import build_backbone, embedding_name, family_of, logit_transform
 from unspoken.models.inputs import real_positions
 from unspoken.models.loss import IGNORE_INDEX, chunked_cross_entropy, module_cross_entropy, shift_labels
+from unspoken.models.segments import Segment
 
 
 @dataclass
 class LatentModelOutput(ModelOutput):
     """`last_hidden_state` [B, T, d] is the last pass's; `pass_hidden_states` holds all k passes' when they ran in
-    parallel (None in decoding); `router_logits` concatenates the passes'."""
+    parallel (None in decoding); `router_logits` concatenates the passes'. `segments` are the cuts of a forward that was
+    `segmented`, see `models/segments.py`."""
 
     last_hidden_state: Tensor = None  # type: ignore[assignment]  # ModelOutput wants defaults
     cache: Cache | None = None
@@ -35,6 +37,7 @@ class LatentModelOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
     pass_hidden_states: tuple[Tensor, ...] | None = None
+    segments: tuple[Segment, ...] | None = None
 
 
 @dataclass
@@ -51,6 +54,7 @@ class LatentCausalLMOutput(ModelOutput):
     aux_loss: Tensor | None = None
     pass_losses: Tensor | None = None
     pass_hidden_states: tuple[Tensor, ...] | None = None
+    segments: tuple[Segment, ...] | None = None
 
 
 class LatentPreTrainedModel(PreTrainedModel):
@@ -167,6 +171,7 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         skip_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_router_logits: bool | None = None,
+        segmented: bool = False,
         **kwargs,
     ) -> LatentCausalLMOutput:
         """Run the base model and, given `labels` [B, T] (-100: no target; not shifted), the loss of every pass.
@@ -176,6 +181,7 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
             divided by; the targets seen here by default.
         logits_to_keep: logits of the last n positions alone (0: all), or of the given positions.
         skip_logits: return none; the default in training with labels, where the chunked loss needs none.
+        segmented: cut the graph between passes; then call `backward_by_pass(output.loss, output.segments)`.
         """
         if labels is not None:
             expected = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
@@ -185,6 +191,8 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
             use_cache = False
         if output_router_logits is not None:  # otherwise as the backbone's configuration says
             kwargs["output_router_logits"] = output_router_logits
+        if segmented:
+            kwargs["segmented"] = True
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

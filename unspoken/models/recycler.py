@@ -11,7 +11,7 @@ How the passes over a forward's tokens go (`seam` is the state before its first 
 Source: Recycler sections 2.1 and 2.2; oracle: `latent/reference.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 
 import torch
@@ -25,6 +25,7 @@ from unspoken.latent.recycle import RecycleAdapter, carry, receiving_positions, 
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.inputs import document_mask, is_packed, may_recycle, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
+from unspoken.models.segments import Segment, cut
 
 
 @dataclass
@@ -86,6 +87,7 @@ class RecyclerModel(LatentModel):
         prompt_mask: Tensor | None = None,
         num_recurrent: int = 0,
         in_chunks: bool = False,
+        segmented: bool = False,
         **kwargs,
     ) -> LatentModelOutput:
         """Run the passes.
@@ -98,6 +100,7 @@ class RecyclerModel(LatentModel):
             to be verified, or what `generate` without a cache made so far.
         in_chunks: these tokens are a chunk of a prompt; together the chunks equal one prefill of the whole prompt, at
             the price of a second cache until decoding starts.
+        segmented: cut the graph between the parallel passes; see `models/segments.py`.
         """
         embeds = self.embed(input_ids, inputs_embeds)
         real = real_positions(attention_mask, embeds.shape[1])
@@ -124,7 +127,7 @@ class RecyclerModel(LatentModel):
         num_passes = int(num_passes)
         if cache is None:
             if num_recurrent == 0:
-                return self._parallel(tokens, num_passes)
+                return self._parallel(tokens, num_passes, segmented)
             outputs = self._decode(tokens, DynamicCache(config=self.config), None, num_passes, num_recurrent)
             return _with_cache(outputs, None)
         state = recycled_state(cache)
@@ -134,17 +137,25 @@ class RecyclerModel(LatentModel):
             state.end_chunks()
         return self._decode(tokens, cache, state, num_passes, num_recurrent)
 
-    def _parallel(self, tokens: _Tokens, num_passes: int) -> LatentModelOutput:
+    def _parallel(self, tokens: _Tokens, num_passes: int, segmented: bool = False) -> LatentModelOutput:
         """k passes without a cache: training, evaluation, scoring."""
         outputs: list[LatentModelOutput] = []
+        segments: list[Segment] = []
+        if segmented:
+            segments.append((cut(tokens.embeds),))  # read by every pass
+            tokens = replace(tokens, embeds=segments[0][0][1])
         recycled = None
         if num_passes == 1 and torch.is_grad_enabled():
             recycled = torch.zeros_like(tokens.embeds[:1, :1])  # A(0) = 0 keeps the adapter in every step's graph
         for i in range(num_passes):
             outputs.append(self._run(tokens, recycled))
+            if segmented:
+                segments.append(_cut(outputs[-1]))
             if i + 1 < num_passes:
                 recycled = self._recycled(outputs[-1], tokens)
-        return _collected(outputs)
+        collected = _collected(outputs)
+        collected.segments = tuple(segments) or None
+        return collected
 
     def _decode(
         self, tokens: _Tokens, cache: Cache, state: RecycledStateLayer | None, num_passes: int, num_recurrent: int
@@ -327,6 +338,16 @@ def _seam_only(seam: Tensor, tokens: _Tokens) -> Tensor:
     """The carried state at the first of the real tokens, nothing at the others: [B, T, d]."""
     nothing = torch.zeros_like(tokens.embeds)
     return shift(carry(nothing, tokens.real, seam), tokens.receives, seam)
+
+
+def _cut(output) -> Segment:
+    """Cut the graph behind a pass: its states, and its router logits, which have a loss of their own."""
+    pairs = [cut(output.last_hidden_state)]
+    output.last_hidden_state = pairs[0][1]
+    if (logits := output.get("router_logits")) is not None:
+        pairs += [cut(layer) for layer in logits]
+        output.router_logits = tuple(start for _, start in pairs[1:])
+    return tuple(pairs)
 
 
 def _collected(outputs: list, cache: Cache | None = None) -> LatentModelOutput:
