@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from unspoken.data.prepare import PrepareOptions, prepare
 from unspoken.errors import UsageError
-from unspoken.train.build import open_data
+from unspoken.models.convert import save
+from unspoken.train.build import build_model, open_data
 from unspoken.train.recipe import Recipe
 
 
@@ -38,7 +39,7 @@ def mixture(values, data_folder, other_folder):
 
 def test_one_folder_is_itself(recipe, data_folder):
     data = open_data(recipe)
-    assert data.fingerprint == data.train.shards.fingerprint == data.shards.fingerprint
+    assert data.fingerprint == data.train.shards.fingerprint
     assert str(data_folder) in data.name
 
 
@@ -89,8 +90,11 @@ def test_a_source_too_rare_for_a_block_is_refused(mixture):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "give `path` or `sources`"),
-        ({"path": "a", "sources": [{"path": "a"}]}, "give `path` or `sources`"),
+        ({"task": {"name": "running_sum"}, "path": "a"}, "give one of `path`, `sources` and `task`"),
+        ({"task": {"name": "running_som"}}, r"unknown task 'running_som' \(did you mean 'running_sum'"),
+        ({"task": {"name": "running_sum", "modulos": 7}}, r"no setting 'modulos' \(did you mean 'modulus'"),
+        ({}, "give one of `path`, `sources` and `task`"),
+        ({"path": "a", "sources": [{"path": "a"}]}, "give one of `path`, `sources` and `task`"),
         ({"sources": []}, "at least 1 item"),
         ({"sources": [{"path": "a"}, {"path": "b/../a"}]}, "is twice among `sources`"),
         ({"sources": [{"path": "a", "weight": 0}]}, "greater than 0"),
@@ -107,3 +111,61 @@ def test_a_copy_of_a_source_is_the_same_source(mixture, tmp_path, other_folder):
     first = mixture().data.sources[0].path
     same = open_data(mixture(sources=[{"path": first}, {"path": copy}])).fingerprint
     assert same == open_data(mixture(sources=[{"path": first}, {"path": other_folder}])).fingerprint
+
+
+@pytest.fixture
+def task(values):
+    def task(seed=0, sequence_length=64, **settings) -> Recipe:
+        data = {"task": {"name": "running_sum", **settings}, "sequence_length": sequence_length}
+        return Recipe.model_validate({**values, "data": data, "run": {**values["run"], "seed": seed}})
+
+    return task
+
+
+def test_a_task_needs_no_files(task):
+    recipe = task(modulus=3)
+    data = open_data(recipe)
+    assert recipe.data.task == {"name": "running_sum", "min_length": 4, "max_length": 16, "modulus": 3}
+    assert data.train.task == data.held_out.task
+    assert len(data.tokenizer) == 2 + 3
+    assert not torch.equal(data.train[0]["input_ids"], data.held_out[0]["input_ids"])
+    other = open_data(task(seed=1, modulus=3))
+    assert torch.equal(data.held_out[0]["input_ids"], other.held_out[0]["input_ids"])
+    assert not torch.equal(data.train[0]["input_ids"], other.train[0]["input_ids"])
+    assert data.fingerprint == other.fingerprint != open_data(task(modulus=4)).fingerprint
+
+
+def test_windows_too_short_for_a_task_are_refused(task):
+    with pytest.raises(UsageError, match=r"data.sequence_length is 16, but running_sum's samples need up to 17"):
+        open_data(task(sequence_length=16))
+
+
+def test_a_new_model_of_a_task_has_its_vocabulary_and_sees_one_sample_at_a_time(task):
+    recipe = task()
+    data = open_data(recipe)
+    torch.manual_seed(0)
+    model = build_model(recipe, data)
+    torch.nn.init.normal_(model.model.adapter.proj.weight, std=0.1)
+    assert model.config.vocab_size == len(data.tokenizer) and model.config.text_config.eos_token_id == 0
+    window = {name: row[None] for name, row in data.train[0].items()}
+    second = documents(data.train[0])[1]
+    packed = model.model(window["input_ids"], position_ids=window["position_ids"], use_cache=False).last_hidden_state
+    alone = model.model(window["input_ids"][:, second], use_cache=False).last_hidden_state
+    torch.testing.assert_close(packed[:, second], alone)
+
+
+def documents(window):
+    starts = (window["position_ids"] == 0).nonzero()[:, 0].tolist()
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(window["position_ids"])])]
+
+
+def test_a_text_model_cannot_go_on_with_a_task(task, values, tmp_path):
+    recipe = Recipe.model_validate(values)
+    data = open_data(recipe)
+    torch.manual_seed(0)
+    save(build_model(recipe, data), data.tokenizer, tmp_path / "text")
+    values["model"] = {"from_pretrained": str(tmp_path / "text")}
+    with pytest.raises(
+        UsageError, match=r"data.task: running_sum has another tokenizer than .*train a new model on it"
+    ):
+        build_model(task(), open_data(task()))

@@ -10,6 +10,8 @@ So each source has epochs of its own, and a window's place follows from its numb
 """
 
 import bisect
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -98,6 +100,19 @@ class MixedDataset(Windows):
         for source, (start, count) in enumerate(zip(starts, counts)):
             windows[sources == source] = np.arange(start, start + count)
         return sources, windows
+
+
+def mix(sources: Sequence[Windows], weights: Sequence[float], seed: int = 0, shuffle: bool = True) -> Windows:
+    """`MixedDataset`, or the source itself where there is one: its windows would come in the same order."""
+    return sources[0] if len(sources) == 1 else MixedDataset(sources, weights, seed, shuffle)
+
+
+def mixture_fingerprint(fingerprints: Sequence[str], weights: Sequence[float]) -> str:
+    """Changes with every source, its weight and their order; that of the source itself where there is one."""
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    state = json.dumps([[name, float(weight)] for name, weight in zip(fingerprints, weights)])
+    return hashlib.sha256(state.encode()).hexdigest()
 
 
 def _shares(weights: Sequence[float]) -> list[Fraction]:

@@ -11,7 +11,7 @@ Each document ends with the end-of-document token. Windows for training are cut 
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,17 @@ def check_embedding_rows(num_token_ids: int, num_embedding_rows: int) -> None:
             f"the tokenizer has {num_token_ids} ids but the model has {num_embedding_rows} embedding rows; "
             "prepare the data with the model's own tokenizer or call model.resize_token_embeddings first"
         )
+
+
+def check_same_tokenizer(sources: Sequence[TokenShards]) -> None:
+    """Raise UsageError if the ids of two folders mean different tokens."""
+    first = sources[0]
+    for source in sources:
+        if source.tokenizer_fingerprint != first.tokenizer_fingerprint:
+            raise UsageError(
+                f"{source.folder} was made with another tokenizer than {first.folder}, so its ids mean other tokens; "
+                f"prepare it again with `--tokenizer {first.folder / 'tokenizer'}`"
+            )
 
 
 def _open_array(path: Path, dtype: np.dtype, length: int) -> np.ndarray:

@@ -1,7 +1,5 @@
 """From a recipe to its model and data, and the checks that both fit before a step is spent on them."""
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from unspoken.config import RecyclerConfig, scaled_init
-from unspoken.data.mixing import MixedDataset
+from unspoken.data.mixing import mix, mixture_fingerprint
 from unspoken.data.packing import PackedDataset
+from unspoken.data.task_windows import HELD_OUT, TaskWindows, task_of, task_tokenizer
+from unspoken.data.tasks import Task, parse_task
 from unspoken.data.tokenizer import document_end_id, tokenizer_fingerprint
-from unspoken.data.tokens import TokenShards, check_embedding_rows
+from unspoken.data.tokens import TokenShards, check_embedding_rows, check_same_tokenizer
 from unspoken.data.windows import Windows
 from unspoken.errors import UnspokenError, UsageError, nearest
 from unspoken.models.backbone import FAMILIES
@@ -30,62 +30,57 @@ HELD_OUT_SEED = 0  # not the run's: two arms of a comparison are measured on the
 @dataclass(frozen=True)
 class Data:
     """What a run reads: `train` in the order that the seed gives, `held_out` the same for every seed (None: no
-    evaluation). `fingerprint` changes with any of it but the order; `name` is for messages; `shards`: the first
-    source's."""
+    evaluation). `fingerprint` changes with all of it but the order; `name` is for messages."""
 
     train: Windows
     held_out: Windows | None
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
     name: str
-    shards: TokenShards
+
+    @property
+    def shards(self) -> "Data":  # for `run.py`, until it asks for `fingerprint` itself
+        return self
 
 
 def open_data(recipe: Recipe) -> Data:
     """The windows that the recipe's `data` section describes.
 
     Raises:
-        UsageError: sources that do not go together.
+        UsageError: sources that do not go together, windows too short for a task.
         UnspokenError: a folder that is missing or damaged, or too small for one window.
     """
-    if recipe.data.path is not None:
-        return _one_source(recipe, recipe.data.path)
-    return _mixture(recipe, recipe.data.sources or [])
-
-
-def _one_source(recipe: Recipe, folder: Path) -> Data:
-    shards = TokenShards.open(folder, "train", verify=True)
-    train = PackedDataset(shards, recipe.data.sequence_length, seed=recipe.run.seed)
-    held_out = _held_out(recipe, folder) if recipe.train.eval_every else None
-    return Data(train, held_out, shards.load_tokenizer(), shards.fingerprint, f"data.path: {folder}", shards)
-
-
-def _held_out(recipe: Recipe, folder: Path) -> PackedDataset:
-    return PackedDataset(TokenShards.open(folder, "val"), recipe.data.sequence_length, seed=HELD_OUT_SEED)
-
-
-def _mixture(recipe: Recipe, sources: list[SourceSection]) -> Data:
-    singles = [_one_source(recipe, source.path) for source in sources]
-    first, weights = singles[0], [source.weight for source in sources]
-    for single in singles:
-        if single.shards.tokenizer_fingerprint != first.shards.tokenizer_fingerprint:
-            tokenizer = first.shards.folder / "tokenizer"
-            raise UsageError(
-                f"data.sources: {single.shards.folder} was made with another tokenizer than {first.shards.folder}, so "
-                f"its ids mean other tokens; prepare it again with `--tokenizer {tokenizer}`"
-            )
+    if recipe.data.task is not None:
+        return _task(recipe, parse_task(recipe.data.task))
     try:
-        train = MixedDataset([single.train for single in singles], weights, seed=recipe.run.seed)
+        return _texts(recipe, recipe.data.text_sources)
     except UsageError as error:
-        raise UsageError(f"data.sources: {error}") from error
-    parts = [single.held_out for single in singles if single.held_out is not None]
-    held_out = MixedDataset(parts, weights, shuffle=False) if parts else None
-    fingerprint = _digest([[single.fingerprint, weight] for single, weight in zip(singles, weights)])
-    return Data(train, held_out, first.tokenizer, fingerprint, f"data.sources: {sources[0].path}", first.shards)
+        raise UsageError(f"data.{'path' if recipe.data.path else 'sources'}: {error}") from error
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def _task(recipe: Recipe, task: Task) -> Data:
+    length = recipe.data.sequence_length
+    try:
+        train = TaskWindows(task, length, recipe.run.seed)
+    except UsageError as error:
+        raise UsageError(f"data.{error}") from error
+    held_out = TaskWindows(task, length, HELD_OUT_SEED, HELD_OUT) if recipe.train.eval_every else None
+    return Data(train, held_out, task_tokenizer(task), task.fingerprint(), f"data.task: {task.name}")
+
+
+def _texts(recipe: Recipe, sources: list[SourceSection]) -> Data:
+    weights = [source.weight for source in sources]
+    shards = [TokenShards.open(source.path, "train", verify=True) for source in sources]
+    check_same_tokenizer(shards)
+    length, seed = recipe.data.sequence_length, recipe.run.seed
+    train = mix([PackedDataset(source, length, seed) for source in shards], weights, seed)
+    held_out = None
+    if recipe.train.eval_every:
+        validation = [TokenShards.open(source.path, "val") for source in sources]
+        parts = [PackedDataset(source, length, HELD_OUT_SEED) for source in validation]
+        held_out = mix(parts, weights, shuffle=False)
+    fingerprint = mixture_fingerprint([source.fingerprint for source in shards], weights)
+    return Data(train, held_out, shards[0].load_tokenizer(), fingerprint, f"data.path: {sources[0].path}")
 
 
 def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
@@ -193,10 +188,8 @@ def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: Data, name: str) -> None:
     if tokenizer.get_vocab() != data.tokenizer.get_vocab():
-        raise UsageError(
-            f"{data.name} was made with another tokenizer than {name}'s, so its ids mean other tokens; prepare it "
-            f"again with `--tokenizer {name}`"
-        )
+        help = "train a new model on it" if task_of(data.tokenizer) else f"prepare it again with `--tokenizer {name}`"
+        raise UsageError(f"{data.name} has another tokenizer than {name}, so its ids mean other tokens; {help}")
     if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(data.tokenizer):
         print(f"note: {data.name} has {name}'s vocabulary but other tokenizer settings")
 

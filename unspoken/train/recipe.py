@@ -7,9 +7,11 @@ transformers'; they are left None here and filled in `resolved.yaml`.
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from unspoken.data.frozen_random import MAX_SEED
+from unspoken.data.tasks import parse_task
+from unspoken.errors import UsageError
 
 METHOD_FIELDS = (
     "num_train_passes", "num_prefill_passes", "pass_loss_reduction", "pass_loss_weights", "detach_between_passes",
@@ -106,20 +108,35 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
-    """One of two: `path` is a folder written by `unspoken data prepare`, `sources` are several with weights."""
+    """One of three: `path` is a folder written by `unspoken data prepare`, `sources` are several with weights, `task`
+    is a task of `unspoken/data/tasks.py` and its settings (`name: running_sum`, ...), which needs no files."""
 
     path: Path | None = None
     sources: Annotated[list[SourceSection], Field(min_length=1)] | None = None
+    task: dict[str, Any] | None = None
     sequence_length: Annotated[int, _Number, Field(ge=2)] = 256
+
+    @field_validator("task")
+    @classmethod
+    def _with_defaults(cls, task: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            return None if task is None else parse_task(task).settings()
+        except UsageError as error:
+            raise ValueError(str(error)) from error
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if (self.path is None) == (self.sources is None):
-            raise ValueError("give `path` or `sources`, one of the two")
+        if sum(origin is not None for origin in (self.path, self.sources, self.task)) != 1:
+            raise ValueError("give one of `path`, `sources` and `task`")
         paths = [source.path.resolve() for source in self.sources or []]
         if twice := next((path for path in paths if paths.count(path) > 1), None):
             raise ValueError(f"{twice} is twice among `sources`; give it the sum of its weights")
         return self
+
+    @property
+    def text_sources(self) -> list[SourceSection]:
+        """The folders of `path` or `sources`."""
+        return self.sources or ([] if self.path is None else [SourceSection(path=self.path)])
 
 
 class OptimSection(Section):
