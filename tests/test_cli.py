@@ -81,7 +81,7 @@ finally:
         ["generate", "x", "--prompt", "a", "--max-new-tokens", "many"],
         ["chat"],
         ["data"],
-        ["eval", "x"],
+        ["eval"],
     ],
     ids=" ".join,
 )

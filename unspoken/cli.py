@@ -134,17 +134,28 @@ def _train(commands) -> None:
 
 
 def _eval(commands) -> None:
-    p = _command(commands, "eval", "unspoken.eval.run:main", "Loss, perplexity and bits per byte by pass and exactly.")
+    p = _command(
+        commands,
+        "eval",
+        "unspoken.eval.run:main",
+        "Loss, perplexity and bits per byte of text, or right answers of a task, by pass and exactly.",
+    )
     p.add_argument("model", help="model folder")
-    p.add_argument("--data", required=True, help="folder written by `data prepare`")
-    p.add_argument("--split", choices=["val", "test", "train"], default="val")
+    p.add_argument("--data", help="folder written by `data prepare` (default: the task the model was trained on)")
     p.add_argument("--num-passes", type=int, default=4, help="parallel passes 1..N to evaluate")
-    p.add_argument("--depth", type=int, default=0, help="depth curve up to this recycle depth (0: none)")
     p.add_argument("--no-exact", action="store_true", help="skip the exact recurrence (sequential)")
-    p.add_argument("--sequence-length", type=int, default=256)
-    p.add_argument("--max-sequences", type=int, default=64)
-    p.add_argument("--batch-size", type=int, default=8)
-    p.add_argument("--out", help="folder for eval.json and the plots (default: the model folder)")
+    p.add_argument("--batch-size", type=int, help="sequences at once (default: 8 of text, 250 samples of a task)")
+    p.add_argument("--out", help="folder for results and plots (default: the model folder)")
+    text = p.add_argument_group("text (with --data)")
+    text.add_argument("--split", choices=["val", "test", "train"], help="default: val")
+    text.add_argument("--depth", type=int, help="depth curve up to this recycle depth (default 0: none)")
+    text.add_argument("--sequence-length", type=int, help="default: 256")
+    text.add_argument("--max-sequences", type=int, help="default: 64")
+    task = p.add_argument_group("task (without --data)")
+    task.add_argument(
+        "--length", type=int, action="append", help="may be repeated (default: 1, 1.5, 2 and 4 times the trained one)"
+    )
+    task.add_argument("--samples", type=int, help="of each length (default: 1000)")
     _model_options(p)
 
 

@@ -2,14 +2,19 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from unspoken.data.tasks import Task
 from unspoken.eval.depth import DepthCurve
-from unspoken.eval.perplexity import Loss
+from unspoken.eval.perplexity import EXACT, Loss
+from unspoken.eval.tasks import LengthResult, Rate
 
 _SIZE_INCHES = (6.4, 4.0)
+_WIDE_INCHES = (10.0, 4.0)
 _DPI = 150
 
 
@@ -42,3 +47,32 @@ def plot_depth(curve: DepthCurve, title: str, path: Path) -> None:
     axes.set_title(title)
     axes.legend()
     figure.savefig(path, dpi=_DPI)
+
+
+def plot_task(results: Sequence[LengthResult], task: Task, title: str, path: Path) -> None:
+    """Right answers by length, and right targets by position at the greatest length, with 95 % intervals."""
+    figure = Figure(figsize=_WIDE_INCHES, layout="constrained")
+    by_length, by_position = figure.subplots(1, 2, sharey=True)
+    longest = results[-1]
+    for name in longest.answers:
+        style = {"color": "black", "ls": "--"} if name == EXACT else {}
+        rates = [result.answers[name] for result in results]
+        _draw_rates(by_length, [result.length for result in results], rates, label=name, **style)
+        rates = longest.positions[name]
+        _draw_rates(by_position, range(1, len(rates) + 1), rates, label=name, **style)
+    for axes in (by_length, by_position):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if axes is by_length or task.answer == "last":  # then a position is the length up to it
+            axes.axvline(task.max_length, color="0.6", ls=":", label="longest in training")
+    by_length.set(xlabel="length", ylabel="right", ylim=(-0.02, 1.02), title="answer")
+    by_position.set(xlabel="target", title=f"by target, length {longest.length}")
+    by_length.legend()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=_DPI)
+
+
+def _draw_rates(axes: Axes, places: Sequence[int], rates: Sequence[Rate], **style: Any) -> None:
+    intervals = [rate.interval for rate in rates]
+    line = axes.plot(places, [rate.share for rate in rates], marker="o", ms=3, **style)[0]
+    lows, highs = [low for low, _ in intervals], [high for _, high in intervals]
+    axes.fill_between(places, lows, highs, color=line.get_color(), alpha=0.15, lw=0)

@@ -117,19 +117,28 @@ def as_dict(evaluation: Evaluation) -> dict:
             "fingerprint": shards.fingerprint,
             "split_tokens": shards.num_tokens,
         },
-        "model": {
-            "folder": str(args.model),
-            "weights_sha256": _weights_fingerprint(Path(args.model)),
-            "config": model.config.to_diff_dict(),
-            "device": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("unspoken", "torch", "transformers")},
-            "torch_threads": torch.get_num_threads(),
-        },
+        "model": model_facts(model, args.model),
+        "versions": versions(),
         "rows": _rows(scores),
+    }
+
+
+def model_facts(model: LatentForCausalLM, folder: str | Path) -> dict[str, Any]:
+    """Which model, and as what it ran."""
+    return {
+        "folder": str(folder),
+        "weights_sha256": _weights_fingerprint(Path(folder)),
+        "config": model.config.to_diff_dict(),
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def versions() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("unspoken", "torch", "transformers")},
+        "torch_threads": torch.get_num_threads(),
     }
 
 

@@ -1,10 +1,12 @@
 """`unspoken eval`: a table of losses by pass and exactly, the depth curve, eval.json and two plots.
 
-An interrupted run prints and writes what it has, as eval.partial.json, and leaves an older eval.json alone.
+An interrupted run prints and writes what it has, as eval.partial.json, and leaves an older eval.json alone. Without
+--data, a model that was trained on a task is evaluated on that: `task_run.py`.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -12,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unspoken.data.tokens import TokenShards, check_embedding_rows
 from unspoken.errors import UnspokenError, UsageError
+from unspoken.eval import task_run
 from unspoken.eval.perplexity import Scores, prepare_scores, score, work
 from unspoken.eval.report import Evaluation, print_table, write
 from unspoken.eval.rows import cut_rows
@@ -19,10 +22,32 @@ from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import load_model
 
 INTERRUPTED = 130
+# The options that go with --data and those that go without, each with its default.
+OF_TEXT: dict[str, Any] = {"split": "val", "depth": 0, "sequence_length": 256, "max_sequences": 64, "batch_size": 8}
+OF_TASK: dict[str, Any] = {"length": [], "samples": 1000, "batch_size": 250}
 
 
 def main(args: argparse.Namespace) -> int:
-    out = _output_folder(args)
+    if args.data is None:
+        _settle(args, OF_TASK, OF_TEXT, "--data FOLDER")
+        return task_run.evaluate(args, _output_folder(args))
+    _settle(args, OF_TEXT, OF_TASK, "the task that a model was trained on, so without --data")
+    if args.depth < 0:
+        raise UsageError(f"--depth is {args.depth}; it must be at least 1, or 0 for no curve")
+    return _evaluate_text(args, _output_folder(args))
+
+
+def _settle(args: argparse.Namespace, own: dict[str, Any], others: dict[str, Any], belongs_to: str) -> None:
+    """Put defaults in place; an option that would have no effect is refused."""
+    for name in others.keys() - own.keys():
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is for {belongs_to}")
+    for name, default in own.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+
+
+def _evaluate_text(args: argparse.Namespace, out: Path) -> int:
     shards = TokenShards.open(args.data, args.split, verify=True)
     rows = cut_rows(shards, args.sequence_length, args.max_sequences)
     model, tokenizer = load_model(args.model, args.device, args.dtype)
@@ -44,8 +69,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _output_folder(args: argparse.Namespace) -> Path:
-    if args.depth < 0:
-        raise UsageError(f"--depth is {args.depth}; it must be at least 1, or 0 for no curve")
     if args.num_passes < 1:
         raise UsageError(f"--num-passes is {args.num_passes}; it must be at least 1")
     out = Path(args.out or args.model)

@@ -1,0 +1,120 @@
+"""`unspoken eval` of a model that was trained on a task: a table of how often its answer is right, task_eval.json and a
+plot."""
+
+import argparse
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from unspoken.data.task_windows import task_of
+from unspoken.data.tasks import Task
+from unspoken.errors import UsageError
+from unspoken.eval.plots import plot_task
+from unspoken.eval.report import model_facts, versions
+from unspoken.eval.tasks import LengthResult, Rate, default_lengths, evaluate_task
+from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.load import load_model
+
+RESULTS, PLOT = "task_eval.json", "task_eval.png"
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """A run of the command; `args` are its options."""
+
+    args: argparse.Namespace
+    model: LatentForCausalLM
+    task: Task
+    results: list[LengthResult]
+
+    @property
+    def names(self) -> list[str]:
+        """`k=1` ... and `exact`."""
+        return list(self.results[0].answers)
+
+
+def evaluate(args: argparse.Namespace, out: Path) -> int:
+    """Evaluate as the command's options say, and write into `out`."""
+    model, tokenizer = load_model(args.model, args.device, args.dtype)
+    task = task_of(tokenizer)
+    if task is None:
+        raise UsageError(f"{args.model} was not trained on a task; give text with --data FOLDER")
+    args.length = sorted(set(args.length or default_lengths(task)))
+    results = []
+    with Console(stderr=True).status("") as status:
+        for length in args.length:
+            status.update(f"{args.samples} samples of length {length}")
+            options = (args.samples, args.num_passes, not args.no_exact, args.batch_size)
+            results.append(evaluate_task(model, task, length, *options))
+    evaluation = TaskEvaluation(args, model, task, results)
+    _print_table(evaluation, Console())
+    (out / RESULTS).write_text(json.dumps(as_dict(evaluation), indent=1) + "\n", encoding="utf-8")
+    passes = getattr(model.config, "num_train_passes", 1)
+    title = f"{Path(args.model).name}: {task.name}, {passes} pass{'es' * (passes > 1)} in training"
+    plot_task(results, task, title, out / PLOT)
+    print(f"written: {out / RESULTS}")
+    return 0
+
+
+def as_dict(evaluation: TaskEvaluation) -> dict[str, Any]:
+    """Everything about a run: how to repeat it, on what it ran and what it found."""
+    args, task = evaluation.args, evaluation.task
+    return {
+        "command": shlex.join(_command(args)),
+        "task": task.settings(),
+        "task_fingerprint": task.fingerprint(),
+        "answer": "the last target of a sample" if task.answer == "last" else "all targets of a sample",
+        "num_samples": args.samples,
+        "results": {str(result.length): _result(result) for result in evaluation.results},
+        "model": model_facts(evaluation.model, args.model),
+        "versions": versions(),
+    }
+
+
+def _result(result: LengthResult) -> dict[str, Any]:
+    return {
+        "majority": _rate(result.majority),
+        "answer": {name: _rate(rate) for name, rate in result.answers.items()},
+        "positions": {name: [_rate(rate) for rate in rates] for name, rates in result.positions.items()},
+    }
+
+
+def _rate(rate: Rate) -> dict[str, Any]:
+    low, high = rate.interval
+    return {"share": rate.share, "low": low, "high": high, "num_right": rate.num_right, "num": rate.num}
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """The command with every setting spelled out, defaults too."""
+    command = ["unspoken", "eval", str(args.model)]
+    for length in args.length:
+        command += ["--length", str(length)]
+    for name in ("samples", "num_passes", "batch_size", "device", "dtype"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    return command + ["--no-exact"] * args.no_exact + (["--out", str(args.out)] if args.out else [])
+
+
+def _print_table(evaluation: TaskEvaluation, console: Console) -> None:
+    args, task, results = evaluation.args, evaluation.task, evaluation.results
+    settings = ", ".join(f"{key} {value}" for key, value in task.settings().items() if key != "name")
+    console.print(f"{args.model}: {task.name} ({settings})", highlight=False, soft_wrap=True)
+    table = Table()
+    table.add_column("passes", no_wrap=True)
+    for result in results:
+        table.add_column(f"length {result.length}", justify="right")
+    for name in evaluation.names:
+        table.add_row(name, *(_cell(result.answers[name]) for result in results))
+    table.add_row("majority", *(f"{100 * result.majority.share:.1f}" for result in results))
+    which = "last label" if task.answer == "last" else "whole result"
+    table.caption = f"{which} right, % of {args.samples:,} samples; in brackets the 95 % interval"
+    console.print(table)
+
+
+def _cell(rate: Rate) -> str:
+    low, high = rate.interval
+    return f"{100 * rate.share:.1f} [{100 * low:.1f}-{100 * high:.1f}]"
