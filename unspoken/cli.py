@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnspokenError as error:
         if args.debug:
             raise
-        print(f"unspoken: error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not error.said_by_main:
+            print(f"unspoken: error: {error}" if rank == "0" else f"process {rank}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("unspoken: interrupted", file=sys.stderr)
@@ -49,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_convert, _data, _train, _eval, _generate, _chat, _verify):
+    for add in (_convert, _data, _train, _eval, _generate, _chat, _verify, _paper):
         add(commands)
     return parser
 
@@ -204,6 +206,25 @@ def _verify(commands) -> None:
     p.add_argument("--json", help="also write the table to this file")
     p.add_argument("--seed", type=int, default=0)
     _model_options(p)
+
+
+def _paper(commands) -> None:
+    p = _command(
+        commands,
+        "paper",
+        "unspoken.paper.run:main",
+        "Run a study of recipes/paper and report it; `--a.b value` overrides its recipes' keys.",
+        takes_overrides=True,
+    )
+    p.add_argument("study", nargs="?", help="name of a study, or its file")
+    p.add_argument("--list", action="store_true", help="name the studies, with what each asks")
+    p.add_argument("--out", help="folder for runs and results (default: runs/paper/NAME)")
+    p.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
+    p.add_argument("--seeds", type=int, nargs="+", help="instead of the study's")
+    p.add_argument("--arms", nargs="+", help="only these, and what they go on from")
+    p.add_argument("--quick", action="store_true", help="tiny sizes: shows that all works, and nothing else")
+    p.add_argument("--overwrite", action="store_true", help="make runs again that were made with other settings")
+    p.add_argument("--report-only", action="store_true", help="report what is finished, and run nothing")
 
 
 if __name__ == "__main__":

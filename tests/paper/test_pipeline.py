@@ -256,7 +256,7 @@ def test_going_on_after_a_failure_leaves_out_what_needs_it(make, tmp_path):
     pipeline = make(*lanes)
     pipeline.keep_going = True
     pipeline.run()
-    assert calls(tmp_path) == ["fail a by design", "make c"]
+    assert sorted(calls(tmp_path)) == ["fail a by design", "make c"]
     assert list(pipeline.failed) == ["a", "b", "d"] and "no such thing as [bold] by design" in pipeline.failed["a"]
     assert "needs a" in pipeline.failed["b"] and "needs b" in pipeline.failed["d"]
     assert pipeline.record("a").status == "failed" and pipeline.record("c").status == "done"

@@ -73,15 +73,21 @@ class Pipeline:
         if out.exists() and not (out / FOLDER).is_dir() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} holds other things; give a new or empty folder with --out")
 
-    def run(self) -> None:
-        """Run what is not done.
+    def prepare(self) -> None:
+        """Make the folders."""
+        (self.out / FOLDER).mkdir(parents=True, exist_ok=True)
+
+    def run(self, only: Sequence[Stage] | None = None) -> None:
+        """Run what is not done, of some of the stages or of all.
 
         Raises:
             CommandFailed: says which command, and the end of what it printed; not where it keeps going.
             KeyboardInterrupt: once the running commands have saved what they can.
         """
-        (self.out / FOLDER).mkdir(parents=True, exist_ok=True)
+        self.prepare()
         for number, stage in enumerate(self.stages):
+            if only is not None and stage not in only:
+                continue
             self.console.print()
             self.console.print(Rule(f"[bold]{number + 1}/{len(self.stages)}  {escape(stage.title)}[/]", align="left"))
             times = self._times(self._left(stage) + sum(map(self._left, self.stages[number + 1 :])))

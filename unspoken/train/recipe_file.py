@@ -5,7 +5,7 @@ A complaint names the file and line (or the option), the dotted key, and what wa
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -25,14 +25,24 @@ def load_recipe(path: Path, overrides: list[str]) -> Recipe:
     Raises:
         UsageError: no such file, not YAML, a key given twice, an unknown key, a wrong value.
     """
-    values, origins = _read_yaml(path)
-    for key, value in _parse_overrides(overrides):
-        _apply(values, key, value)
+    values, origins = read_yaml(path, "recipe")
+    for key, value in parse_overrides(overrides):
+        apply_override(values, key, value)
+        origins = {name: where for name, where in origins.items() if not name.startswith(f"{key}.")}
         origins[key] = f"--{key}"
+    return check_recipe(values, str(path), origins)
+
+
+def check_recipe(values: dict[str, Any], source: str, origins: Origins) -> Recipe:
+    """The recipe of nested values that came from `source`, each key from where `origins` says.
+
+    Raises:
+        UsageError: an unknown key, a wrong value; one line for each.
+    """
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        complaints = [_complaint(details, str(path), origins) for details in error.errors()]
+        complaints = [_complaint(details, source, origins) for details in error.errors()]
         raise UsageError("\n  ".join(complaints)) from None
 
 
@@ -55,12 +65,17 @@ def compact(values: dict[str, Any]) -> str:
     )
 
 
-def _read_yaml(path: Path) -> tuple[dict[str, Any], Origins]:
+def read_yaml(path: Path, what: str) -> tuple[dict[str, Any], Origins]:
+    """A mapping with the line of each of its keys. `what` it is (`recipe`, ...) is for messages.
+
+    Raises:
+        UsageError: no such file, not YAML, not a mapping, a key given twice.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read the recipe {path}: {reason} (the recipe stands before its overrides)") from None
+        raise UsageError(f"cannot read the {what} {path}: {reason} (the {what} stands before its overrides)") from None
     try:
         node = yaml.compose(text, yaml.SafeLoader)
         values = yaml.safe_load(text)
@@ -68,12 +83,19 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], Origins]:
         where = f":{mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         raise UsageError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: a recipe is a mapping with the sections {', '.join(_keys(Recipe))}")
+        raise UsageError(f"{path}: a {what} is a mapping{_sections(what)}")
     return values, dict(_key_lines(node, str(path)))
+
+
+def _sections(what: str) -> str:
+    return f" with the sections {', '.join(_keys(Recipe))}" if what == "recipe" else ""
 
 
 def _key_lines(node: yaml.Node, path: str, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each dotted key with its `path:line`; YAML itself would let the last of two equal keys win."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _key_lines(item, path, f"{prefix}{index}.")
     if not isinstance(node, yaml.MappingNode):
         return
     seen = set()
@@ -86,7 +108,8 @@ def _key_lines(node: yaml.Node, path: str, prefix: str = "") -> Iterator[tuple[s
         yield from _key_lines(value, path, f"{name}.")
 
 
-def _parse_overrides(words: list[str]) -> Iterator[tuple[str, Any]]:
+def parse_overrides(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of `--a.b value` and `--a.b=value`."""
     words = list(words)
     while words:
         word = words.pop(0)
@@ -103,7 +126,8 @@ def _parse_overrides(words: list[str]) -> Iterator[tuple[str, Any]]:
             raise UsageError(f"--{key}: {value!r} is not valid YAML") from None
 
 
-def _apply(values: dict[str, Any], key: str, value: Any) -> None:
+def apply_override(values: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value at a dotted key of nested `values`, in place."""
     *sections, name = key.split(".")
     for section in sections:
         if values.get(section) is None:
@@ -140,11 +164,11 @@ def _and_parents(names: list[str]) -> Iterator[str]:
 
 def _suggestion(names: list[str]) -> str:
     """The key of that name in another section, else the nearest of this section, and the section's keys."""
-    everywhere = [f"{section}.{key}" for section in _keys(Recipe) for key in _keys(_section(section))]
+    everywhere = [f"{section}.{key}" for section in _keys(Recipe) for key in _keys(_section([section]))]
     for key in everywhere:
         if key.endswith(f".{names[-1]}"):
             return f" (did you mean {key!r}?)"
-    valid = _keys(Recipe) if len(names) == 1 else _keys(_section(names[0]))
+    valid = _keys(_section(names[:-1]))
     return (
         nearest(names[-1], valid)
         or (nearest(names[-1], everywhere) if len(names) == 1 else "")
@@ -152,9 +176,20 @@ def _suggestion(names: list[str]) -> str:
     )
 
 
-def _section(name: str) -> type[BaseModel]:
-    annotation = Recipe.model_fields[name].annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else BaseModel
+def _section(names: list[str]) -> type[BaseModel]:
+    """The section that a path of keys leads to; an item of a list is one too."""
+    section: type[BaseModel] = Recipe
+    for name in names:
+        if name in section.model_fields:
+            section = next(_models_in(section.model_fields[name].annotation), BaseModel)
+    return section
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
 
 
 def _keys(section: type[BaseModel]) -> list[str]:

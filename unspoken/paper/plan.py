@@ -1,0 +1,94 @@
+"""The commands of a study.
+
+OUT/recipes/RUN.yaml     the recipe of a run (an arm with a seed)
+OUT/runs/RUN/            what `unspoken train` left
+OUT/evals/RUN/           what `unspoken eval` left
+OUT/commands/            how each command went
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from unspoken.paper.arms import DATA, Arms, Run
+from unspoken.paper.command import Command
+from unspoken.paper.environment import is_bfloat16_fast
+from unspoken.paper.pipeline import Stage
+from unspoken.paper.study import TextSection
+from unspoken.train.run import MODEL
+
+START_SECONDS = 6.0  # of a command, before it does anything
+SECONDS_PER_PASS_TOKEN = 1.2e-4  # of the small model of recipes/demo, trained on one core
+QUICK_TEXT = TextSection(corpus=("stdlib",), tokenizer="bpe:512")
+QUICK_EVAL = {"sequence_length": 64, "max_sequences": 8, "batch_size": 8}
+QUICK_DEPTH = 6
+
+
+class Plan:
+    """The commands of a study's runs in `arms.out`."""
+
+    def __init__(self, arms: Arms, runs: Sequence[Run]):
+        self.arms, self.runs, self.out = arms, list(runs), arms.out
+        self.eval, self.text = arms.study.file.eval, arms.study.file.text
+        if arms.is_quick:
+            self.text = QUICK_TEXT
+            depth = min(self.eval.depth, QUICK_DEPTH)
+            self.eval = self.eval.model_copy(update={**QUICK_EVAL, "depth": depth})
+
+    def stages(self, at_once: int, runs: Sequence[Run] | None = None) -> list[Stage]:
+        """The text, then a lane for each run, `at_once` side by side. `runs`: some of them."""
+        lanes = [[self.train(run), self.evaluate(run)] for run in (self.runs if runs is None else runs)]
+        study = self.arms.study.file
+        stages = [Stage(study.title, study.question, lanes, at_once)]
+        if self.arms.makes_text:
+            stages.insert(0, Stage("Text", "What all runs read.", [[self.prepare()]]))
+        return stages
+
+    def write_recipes(self) -> None:
+        """Write each run's recipe, where it is not written yet."""
+        (self.out / "recipes").mkdir(parents=True, exist_ok=True)
+        for run in self.runs:
+            path, text = self.recipe_path(run), self.recipe_text(run)
+            if not path.is_file() or path.read_text(encoding="utf-8") != text:
+                path.write_text(text, encoding="utf-8")
+
+    def recipe_path(self, run: Run) -> Path:
+        return self.out / "recipes" / f"{run.name}.yaml"
+
+    def recipe_text(self, run: Run) -> str:
+        values = dict(run.values)
+        if not is_bfloat16_fast():
+            values["train"] = {"autocast": "none"} | values["train"]
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+    def prepare(self) -> Command:
+        folder = self.out / DATA
+        words = ["data", "prepare", *_repeated("--corpus", self.text.corpus)]
+        words += ["--tokenizer", self.text.tokenizer, "--out", str(folder)]
+        return Command("data", tuple(words), folder, 10)
+
+    def train(self, run: Run) -> Command:
+        path = self.recipe_path(run)
+        needs = (*(["data"] if self.arms.makes_text else []), *([run.after] if run.after else []))
+        seconds = START_SECONDS + run.total_tokens * run.num_passes * SECONDS_PER_PASS_TOKEN
+        output = self.out / "runs" / run.name
+        return Command(run.name, ("train", str(path)), output, seconds, needs, can_resume=True, recipe=path)
+
+    def evaluate(self, run: Run) -> Command:
+        wanted, folder = self.eval, self.evaluation_folder(run)
+        words = ["eval", str(self.out / "runs" / run.name / MODEL), "--data", str(run.values["data"]["path"])]
+        for option in ("num_passes", "depth", "split", "sequence_length", "max_sequences", "batch_size"):
+            words += [f"--{option.replace('_', '-')}", str(getattr(wanted, option))]
+        words += [] if wanted.exact else ["--no-exact"]
+        passes = (max(wanted.num_passes, wanted.depth) + 2 * wanted.exact) if run.num_passes > 1 else 1
+        tokens = wanted.max_sequences * wanted.sequence_length
+        seconds = START_SECONDS + tokens * passes * SECONDS_PER_PASS_TOKEN
+        return Command(f"{run.name}-eval", (*words, "--out", str(folder)), folder, seconds, needs=(run.name,))
+
+    def evaluation_folder(self, run: Run) -> Path:
+        return self.out / "evals" / run.name
+
+
+def _repeated(option: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]

@@ -1,0 +1,222 @@
+"""What a study found: every run with its settings, cost and losses, and every comparison; the content of results.json.
+
+A run that failed or was not run yet is listed as such, and the rest is compared.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import mean
+from typing import Any
+
+from unspoken.analysis.compare import Evaluation, deployed
+from unspoken.analysis.runs import EVALUATION, RESOLVED, SUMMARY, read_run
+from unspoken.analysis.runs import Run as RunFolder
+from unspoken.analysis.seeds import SeedDifference, seed_difference
+from unspoken.errors import UnspokenError
+from unspoken.eval.perplexity import EXACT
+from unspoken.paper.arms import Run
+from unspoken.paper.command import Record
+from unspoken.paper.pipeline import Pipeline
+from unspoken.paper.plan import Plan
+from unspoken.paper.study import Comparison, Study
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: its folder, the evaluation of its model, the records of both commands. `missing`: why there is none."""
+
+    run: Run
+    folder: RunFolder | None = None
+    evaluation: Evaluation | None = None
+    records: Sequence[Record] = ()
+    missing: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        return not self.missing
+
+    def total(self, key: str) -> Any:
+        """A count of summary.json."""
+        return ((self.folder.summary if self.folder else None) or {}).get(key, 0)
+
+    @cached_property
+    def losses(self) -> dict[str, dict[str, Any]]:
+        return (self.evaluation or {}).get("results", {})
+
+    @property
+    def curve(self) -> list[float]:
+        """The depth curve's losses, if it was asked for."""
+        return ((self.evaluation or {}).get("depth_curve") or {}).get("losses", [])
+
+
+@dataclass(frozen=True)
+class Found:
+    """A comparison at one budget; `difference` None where it could not be made, for the reason `missing`."""
+
+    comparison: Comparison
+    budget: int | None
+    difference: SeedDifference | None
+    missing: str = ""
+
+
+class Results:
+    """The results of a plan's runs, as far as they are finished."""
+
+    def __init__(self, study: Study, plan: Plan, pipeline: Pipeline):
+        self.study, self.plan = study, plan
+        self.all = [_read(run, plan, pipeline) for run in plan.runs]
+        self.by_name = {result.run.name: result for result in self.all}
+
+    @property
+    def arms(self) -> list[str]:
+        """Arms with a finished run, in the study's order."""
+        return [arm for arm in self.study.file.arms if any(r.run.arm == arm and r.is_done for r in self.all)]
+
+    @property
+    def budgets(self) -> list[int | None]:
+        return self.plan.arms.budgets
+
+    def of(self, arm: str, budget: int | None) -> dict[int, Result]:
+        """The finished runs of an arm at a budget, by seed."""
+        return {
+            result.run.seed: result
+            for result in self.all
+            if result.is_done and (result.run.arm, result.run.budget) == (arm, budget)
+        }
+
+    def cumulative(self, result: Result, key: str) -> Any:
+        """A count of summary.json, of this run and of all that it went on from."""
+        before = self.by_name.get(result.run.after or "")
+        return result.total(key) + (self.cumulative(before, key) if before else 0)
+
+    @cached_property
+    def loss_names(self) -> list[str]:
+        """`k=1`, `k=2`, ..., `exact`: those that any run has."""
+        names = list(dict.fromkeys(name for result in self.all for name in result.losses))
+        return sorted(names, key=lambda name: (name == EXACT, 0 if name == EXACT else int(name[2:])))
+
+    @cached_property
+    def found(self) -> list[Found]:
+        return [self._compare(c, budget) for budget in self.budgets for c in self.study.comparisons]
+
+    def as_dict(self) -> dict[str, Any]:
+        study = self.study.file
+        return {
+            "study": self.study.name,
+            "title": study.title,
+            "question": study.question,
+            "figure": study.figure,
+            "is_quick": self.plan.arms.is_quick,
+            "overrides": dict(self.plan.arms.overrides),
+            "eval": self.plan.eval.model_dump(),
+            "runs": [self._run_dict(result) for result in self.all],
+            "arms": [self._arm_dict(arm, budget) for budget in self.budgets for arm in self.arms],
+            "comparisons": [_comparison_dict(found) for found in self.found],
+            "paper": study.paper,
+        }
+
+    def _compare(self, comparison: Comparison, budget: int | None) -> Found:
+        sides = []
+        for term in comparison:
+            runs = self.of(term.arm, budget)
+            if not runs:
+                return Found(comparison, budget, None, f"{term.arm} has no finished run")
+            evaluations = {seed: result.evaluation or {} for seed, result in runs.items()}
+            sides.append((evaluations, {seed: term.loss or deployed(one) for seed, one in evaluations.items()}))
+        try:
+            difference = seed_difference(*sides[0], *sides[1])
+        except UnspokenError as error:
+            return Found(comparison, budget, None, str(error))
+        return Found(comparison, budget, difference, "" if difference else "the two arms share no seed")
+
+    def _run_dict(self, result: Result) -> dict[str, Any]:
+        run = result.run
+        recipe = dict((result.folder.recipe if result.folder else None) or run.values)
+        values = {"run": run.name, "arm": run.arm, "seed": run.seed, "budget": run.budget, "after": run.after}
+        if not result.is_done:
+            return {**values, "status": result.missing, "recipe": recipe}
+        counts = {key: result.total(key) for key in COUNTS}
+        return {
+            **values,
+            "status": "finished",
+            "note": "; ".join(record.note for record in result.records if record.note),
+            **counts,
+            "cumulative": {key: self.cumulative(result, key) for key in SUMMED},
+            "command_cpu_seconds": sum(record.cpu_seconds for record in result.records),
+            "losses": result.losses,
+            "depth_curve": (result.evaluation or {}).get("depth_curve"),
+            "made_with": recipe.pop("made_with", None),
+            "recipe": recipe,
+        }
+
+    def _arm_dict(self, arm: str, budget: int | None) -> dict[str, Any]:
+        runs = self.of(arm, budget)
+        return {
+            "arm": arm,
+            "budget": budget,
+            "seeds": list(runs),
+            **{key: mean(self.cumulative(run, key) for run in runs.values()) for key in SUMMED if runs},
+            "losses": {name: loss for name in self.loss_names if (loss := mean_loss(runs, name))},
+        }
+
+
+COUNTS = ("tokens", "pass_tokens", "num_parameters", "compute_parameters", "train_flops", "train_cpu_seconds")
+SUMMED = ("tokens", "pass_tokens", "train_flops", "train_cpu_seconds")
+
+
+def mean_loss(runs: Mapping[int, Result], name: str) -> dict[str, float] | None:
+    """Mean, smallest and largest loss over the seeds; None where a run has not that loss, or diverged."""
+    losses = [result.losses.get(name, {}).get("loss") for result in runs.values()]
+    found = [loss for loss in losses if loss is not None]
+    if not found or len(found) < len(losses):
+        return None
+    return {"mean": mean(found), "min": min(found), "max": max(found)}
+
+
+def mean_curve(runs: Mapping[int, Result]) -> list[float]:
+    """The depth curve averaged over the seeds; a plain model's is one loss."""
+    curves = [result.curve for result in runs.values() if result.curve and None not in result.curve]
+    return [mean(losses) for losses in zip(*curves)]
+
+
+def decoding_loss(runs: Mapping[int, Result]) -> float | None:
+    """The loss of the model as it decodes, averaged over the seeds."""
+    losses = [result.losses[deployed(result.evaluation or {})]["loss"] for result in runs.values()]
+    return None if not losses or None in losses else mean(losses)
+
+
+def _read(run: Run, plan: Plan, pipeline: Pipeline) -> Result:
+    train, evaluate = plan.train(run), plan.evaluate(run)
+    for command in (train, evaluate):
+        if reason := pipeline.failed.get(command.name):
+            return Result(run, missing=f"failed: {reason}")
+        if not pipeline.is_done(command):
+            record = pipeline.record(command.name)
+            return Result(run, missing=record.status if record and record.status != "done" else "not run")
+    folder = read_run(train.output, run.arm, wanted=(RESOLVED, SUMMARY))
+    evaluated = read_run(evaluate.output, wanted=(EVALUATION,))
+    if folder.summary is None or evaluated.evaluation is None:
+        return Result(run, missing="; ".join(folder.missing + evaluated.missing))
+    records = [record for command in (train, evaluate) if (record := pipeline.record(command.name))]
+    return Result(run, folder, evaluated.evaluation, records)
+
+
+def _comparison_dict(found: Found) -> dict[str, Any]:
+    values = {"name": found.comparison.name, "comparison": str(found.comparison), "budget": found.budget}
+    if found.difference is None:
+        return {**values, "missing": found.missing}
+    difference = found.difference
+    return {
+        **values,
+        "difference": difference.mean.mean,
+        "interval": difference.mean.interval,
+        "unit": difference.mean.unit,
+        "num_units": difference.mean.num_units,
+        "outcome": difference.outcome.value,
+        "by_seed": {
+            str(seed): {"difference": one.mean, "interval": one.interval} for seed, one in difference.by_seed.items()
+        },
+        "seed_range": difference.range,
+        "seed_deviation": difference.deviation,
+    }

@@ -1,0 +1,221 @@
+"""What a study is: one base recipe, arms that change it, seeds, and which arms are compared. One YAML file each.
+
+    base: ../../demo/recycler.yaml         # a recipe file (from this file's folder), or a recipe written out here
+    arms:
+      plain: {model.method: vanilla}       # a recipe's keys; the method's own are left out of a plain model
+      plain-2x: {model.method: vanilla, train.total_tokens: x2}        # x2: twice the base's
+      recycler: {note: two passes, as in the paper}
+      later: {after: plain, train.total_tokens: x0.25}                 # goes on from that arm's trained model
+    compare: {equal tokens: recycler - plain, feedback: recycler - recycler k=1}
+
+A loss is that of the model as it decodes (the exact recurrence if it was measured) unless `k=1`, `k=2` or `exact`
+follows the arm. Keys and defaults are those of the classes below; whatever is wrong is named with its line. What an
+arm's recipe becomes stands in `arms.py`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+import unspoken
+from unspoken.errors import UsageError, nearest
+from unspoken.train.recipe import Count, CountOrNone, Section
+from unspoken.train.recipe_file import Origins, read_yaml
+
+STUDY = "study.yaml"
+FOLDERS = (Path("recipes/paper"), Path(unspoken.__file__).parents[1] / "recipes/paper")
+_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
+_TERM = re.compile(r"(\S+)(?: (k=[1-9]\d*|exact))?")
+
+
+class TextSection(Section):
+    """The text that `unspoken data prepare` is asked for; where a base or an override has a `data.path`, none is."""
+
+    corpus: tuple[str, ...] = ("core",)
+    tokenizer: str = "bpe:4096"
+
+
+class EvalSection(Section):
+    """What `unspoken eval` is asked for. `depth`: how far the depth curve goes, 0 for none."""
+
+    num_passes: Count = 3
+    exact: bool = True
+    depth: CountOrNone = 0
+    split: Literal["val", "test"] = "val"
+    sequence_length: Count = 256
+    max_sequences: Count = 288
+    batch_size: Count = 32
+
+
+class StudyFile(Section):
+    """The keys of study.yaml.
+
+    baseline: an arm that every other is compared with, beside what `compare` says. budgets: training tokens of the
+    base, one set of runs for each. quick_arms: those of `--quick`, all unless given. cpu_seconds: what the whole cost
+    where it was tried. paper: the paper's own settings and numbers, shown beside ours.
+    """
+
+    title: str
+    question: str
+    figure: str = ""
+    base: str | dict[str, Any]
+    text: TextSection = TextSection()
+    arms: Annotated[dict[str, dict[str, Any] | None], Field(min_length=1)]
+    seeds: Annotated[tuple[CountOrNone, ...], Field(min_length=1)] = (0, 1)
+    budgets: tuple[Count, ...] = ()
+    baseline: str | None = None
+    compare: dict[str, str] = Field(default_factory=dict)
+    eval: EvalSection = EvalSection()
+    plots: tuple[Literal["differences", "depth", "cost", "curves", "budgets"], ...] = ("differences", "curves")
+    quick_arms: list[str] | None = None
+    cpu_seconds: Count | None = None
+    paper: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        for name in self.arms:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"arm {name!r}: a name is of small letters, digits, dots and hyphens")
+            self.ancestors(name)
+        for name in [*([self.baseline] if self.baseline else []), *(self.quick_arms or [])]:
+            self._check_arm(name)
+        for name, expression in self.compare.items():
+            for term in parse_comparison(name, expression):
+                self._check_arm(term.arm, f"{expression!r}: ")
+        return self
+
+    def ancestors(self, name: str) -> list[str]:
+        """The arms that this one goes on from, the nearest first."""
+        found = [name]
+        while (before := (self.arms[found[-1]] or {}).get("after")) is not None:
+            self._check_arm(before, f"arm {name!r}: after: ")
+            if before in found:
+                raise ValueError(f"arm {name!r}: after: it would go on from itself")
+            found.append(before)
+        return found[1:]
+
+    def _check_arm(self, name: str, where: str = "") -> None:
+        if name not in self.arms:
+            raise ValueError(f"{where}there is no arm {name!r}{nearest_or_all(name, self.arms)}")
+
+
+@dataclass(frozen=True)
+class Term:
+    """An arm, and which of its losses: None is that of decoding."""
+
+    arm: str
+    loss: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.arm} {self.loss}" if self.loss else self.arm
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`of` minus `minus`; below zero `of` is better."""
+
+    name: str
+    of: Term
+    minus: Term
+
+    def __iter__(self) -> Iterator[Term]:
+        return iter((self.of, self.minus))
+
+    def __str__(self) -> str:
+        return f"{self.of} - {self.minus}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study file, read and checked; `origins` has the line of each key."""
+
+    name: str
+    path: Path
+    file: StudyFile
+    origins: Origins
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """Those of `compare`, then every arm against the baseline."""
+        found = [parse_comparison(name, expression) for name, expression in self.file.compare.items()]
+        if self.file.baseline:
+            baseline = Term(self.file.baseline)
+            found += [Comparison("", Term(arm), baseline) for arm in self.file.arms if arm != baseline.arm]
+        return found
+
+
+def parse_comparison(name: str, expression: str) -> Comparison:
+    """Read `recycler - plain`, `recycler k=2 - recycler k=1`, ...
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    terms = [_TERM.fullmatch(term.strip()) for term in expression.split(" - ")]
+    if len(terms) != 2 or None in terms:
+        raise ValueError(f"{expression!r}: a comparison is `ARM - ARM`; `k=1`, `k=2`, ... or `exact` may follow an arm")
+    return Comparison(name, *(Term(match[1], match[2]) for match in terms if match))
+
+
+def load_study(name: str) -> Study:
+    """The study of that name, or of that file or folder.
+
+    Raises:
+        UsageError: there is none, or something in it is wrong.
+    """
+    path = _find(name)
+    values, origins = read_yaml(path, "study")
+    try:
+        return Study(path.parent.name, path, StudyFile.model_validate(values), origins)
+    except ValidationError as error:
+        raise UsageError("\n  ".join(_complaint(details, path, origins) for details in error.errors())) from None
+
+
+def known_studies() -> dict[str, Path]:
+    """The studies of `recipes/paper`, by name."""
+    found: dict[str, Path] = {}
+    for folder in FOLDERS:
+        for path in sorted(folder.glob(f"*/{STUDY}")):
+            found.setdefault(path.parent.name, path)
+    return found
+
+
+def nearest_or_all(name: str, valid: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or where nothing is near all that there are."""
+    return nearest(name, list(valid)) or f"; there are: {', '.join(valid)}"
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    if path.is_file():
+        return path
+    if (path / STUDY).is_file():
+        return path / STUDY
+    known = known_studies()
+    if name in known:
+        return known[name]
+    if not known:
+        raise UsageError(f"no study {name!r}, and no recipes/paper folder here; give a study's file")
+    raise UsageError(f"no study {name!r}{nearest_or_all(name, known)}")
+
+
+def _complaint(details: ErrorDetails, path: Path, origins: Origins) -> str:
+    names = [str(part) for part in details["loc"]]
+    parents = (".".join(names[:end]) for end in range(len(names), 0, -1))
+    where = next((origins[parent] for parent in parents if parent in origins), str(path))
+    key = f"{'.'.join(names)}: " if names else ""
+    match details["type"]:
+        case "extra_forbidden":
+            section = StudyFile.model_fields.get(names[0])
+            holder: Any = section.annotation if section and len(names) > 1 else StudyFile
+            return f"{where}: {key}unknown key{nearest_or_all(names[-1], getattr(holder, 'model_fields', {}))}"
+        case "missing":
+            return f"{where}: {key}required, but not given"
+        case "value_error":
+            return f"{where}: {key}{details['ctx']['error']}"
+        case _:
+            return f"{where}: {key}{details['msg'].replace('Input should be', 'expected')}, got {details['input']!r}"
