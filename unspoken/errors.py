@@ -2,9 +2,16 @@
 
 
 class UnspokenError(Exception):
-    """A run or a check failed; the message says what, where and what to do. Exit status 1."""
+    """A run or a check failed; the message says what, where and what to do. Exit status 1.
+
+    said_by_main: every process of a distributed run fails alike, and the main one's message is enough.
+    """
 
     exit_code = 1
+
+    def __init__(self, *args: object, said_by_main: bool = False):
+        super().__init__(*args)
+        self.said_by_main = said_by_main
 
 
 class UsageError(UnspokenError):
