@@ -81,6 +81,12 @@ def test_overrides_win_in_both_spellings(load):
         ("1.2e6", "2047", r"train.total_tokens 2047 is less than one step: 2048"),
         ("1e-4", "1e-4\n  warmup_steps: 3\n  warmup_fraction: 0.1", r"optim: give `warmup_steps` or"),
         ("{out: runs/x}", "{out: [", r"r.yaml:3: not valid YAML"),
+        ("path: data/x", "path: x, sources: [{path: y}]", r"r.yaml:5: data: give one of `path`, `sources` and `task`"),
+        (
+            "{path: data/x}",
+            "\n  sources:\n  - {path: x}\n  - path: y\n    wieght: 2",
+            r"r.yaml:9: data.sources.1.wieght: unknown key \(did you mean 'weight'\?\)",
+        ),
     ],
 )
 def test_what_is_refused(load, old, new, message):
@@ -100,11 +106,21 @@ def test_what_is_refused(load, old, new, message):
         (["--run.out.x", "1"], r"--run.out.x: out is a value, not a section"),
         (["-x", "1"], r"unexpected argument '-x'"),
         (["stray"], r"unexpected argument 'stray'"),
+        (
+            ["--data.path", "null", "--data.sources", "[{path: x, pth: y}]"],
+            r"--data.sources: data.sources.0.pth: unknown",
+        ),
     ],
 )
 def test_overrides_that_are_refused(load, overrides, message):
     with pytest.raises(UsageError, match=message):
         load(TEXT, *overrides)
+
+
+def test_a_replaced_list_is_blamed_on_the_option_not_on_the_file(load):
+    text = TEXT.replace("{path: data/x}", "{sources: [{path: x, weight: 1}]}")
+    with pytest.raises(UsageError, match=r"^--data.sources: data.sources.0.weight: expected greater than 0, got -1"):
+        load(text, "--data.sources", "[{path: x, weight: -1}]")
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "train", "a: [1\n"])

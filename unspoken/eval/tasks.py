@@ -104,11 +104,11 @@ def _right(
     """Which targets of each sample are met, for `k=1` ... `k=num_passes` and `exact`. The model's mode is kept."""
     was_training = model.training
     model.eval()
-    ids, mask = _padded(samples, model.device)
-    outputs = model.model(ids, attention_mask=mask, num_passes=num_passes, use_cache=False)
+    ids = _padded(samples).to(model.device)
+    outputs = model.model(ids, num_passes=num_passes, use_cache=False)
     hidden = {f"k={k}": states for k, states in enumerate(outputs.pass_hidden_states, start=1)}
     if exact:
-        outputs = model.model(ids, attention_mask=mask, num_passes=EXACT, use_cache=False)
+        outputs = model.model(ids, num_passes=EXACT, use_cache=False)
         hidden[EXACT] = outputs.last_hidden_state
     model.train(was_training)
     targets = [(sample.targets != NO_TARGET).nonzero()[0] for sample in samples]
@@ -119,14 +119,10 @@ def _right(
     }
 
 
-def _padded(samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Token ids [B, T], padded on the right, and their mask, None where all are as long."""
-    lengths = torch.tensor([len(sample.tokens) for sample in samples])
-    ids = torch.full((len(samples), int(lengths.max())), PAD_ID)
-    for row, sample in zip(ids, samples):
-        row[: len(sample.tokens)] = torch.from_numpy(sample.tokens)
-    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    return ids.to(device), None if bool(mask.all()) else mask.to(device)
+def _padded(samples: Sequence[Sample]) -> Tensor:
+    """Token ids [B, T]. Pads stand on the right, where nothing that is looked at can see them: no mask is needed."""
+    rows = [torch.from_numpy(sample.tokens) for sample in samples]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD_ID)
 
 
 def _answer_rate(task: Task, rows: Sequence[np.ndarray]) -> Rate:
