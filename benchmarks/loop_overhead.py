@@ -20,7 +20,7 @@ from unspoken.data.prepare import PrepareOptions, prepare
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.train.build import Data, build_model, num_passes, open_data
 from unspoken.train.loop import TrainingLoop
-from unspoken.train.optim import build_optimizer, set_learning_rate, trained_parameters
+from unspoken.train.optim import build_optimizer, set_learning_rate
 from unspoken.train.recipe import Recipe
 from unspoken.train.schedule import LearningRate
 
@@ -94,9 +94,9 @@ def measure(method: str, folder: Path, settings: dict[str, Any], checks: list[st
 def bare_step(model: LatentForCausalLM, recipe: Recipe, data: Data) -> Callable[[int], None]:
     """The bare loop's body, as a function of the step's number. Everything but its arithmetic is done here."""
     batches = [data.train.global_batch(step, recipe.train.batch_size) for step in range(recipe.num_steps)]
-    optimizer = build_optimizer(model, recipe.optim)
+    optimizer = build_optimizer(dict(model.named_parameters()), recipe.optim)
     set_learning_rate(optimizer, LearningRate(recipe.optim, recipe.num_steps), 0)
-    parameters = [p for _, p in trained_parameters(optimizer)]  # in this order the norm rounds as the loop's does
+    parameters = list(model.parameters())
 
     def step(number: int) -> None:
         with torch.autocast("cpu", torch.bfloat16):

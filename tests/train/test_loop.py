@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from unspoken.errors import UnspokenError
-from unspoken.train.build import build_model, load_checkpoint, open_data
+from unspoken.train.build import build_model, model_like, open_data
 from unspoken.train.checkpoint import checkpoints
 from unspoken.train.heldout import held_out_losses
 from unspoken.train.loop import TrainingLoop, forward_backward
 from unspoken.train.metrics import read_metrics
+from unspoken.train.parallel import Engine, Ranks
 from unspoken.train.recipe import Recipe
 
 # Sums in another order, in float32, of numbers near 6: a few units in the last place.
@@ -30,7 +31,7 @@ def _loop(recipe: Recipe, resume: bool = False) -> TrainingLoop:
     data = open_data(recipe)
     checkpoint = checkpoints(recipe.run.out)[0] if resume else None
     torch.manual_seed(recipe.run.seed)
-    model = build_model(recipe, data) if checkpoint is None else load_checkpoint(checkpoint)
+    model = build_model(recipe, data) if checkpoint is None else model_like(checkpoint)
     return TrainingLoop(recipe, model, data, checkpoint=checkpoint)
 
 
@@ -39,10 +40,9 @@ def _stop_after(loop: TrainingLoop, num_steps: int) -> None:
     step = loop._step
 
     def stepping():
-        row = step()
-        if loop.progress.step == num_steps:
+        if loop.progress.step + 1 == num_steps:
             loop.stop_signal = 2
-        return row
+        return step()
 
     loop._step = stepping  # type: ignore[method-assign]
 
@@ -52,12 +52,11 @@ def _gradients(recipe: Recipe, micro_batch_rows: int, k: int, checkpointing: boo
     torch.manual_seed(0)
     model = build_model(recipe, data)
     torch.nn.init.normal_(model.model.adapter.proj.weight, std=0.1)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = Engine(model, recipe.train.model_copy(update={"gradient_checkpointing": checkpointing}), Ranks())
     batch = data.train.global_batch(0, 8)
     batch["labels"][1, 3:] = -100  # rows of unequal numbers of targets
     batch["labels"][5] = -100
-    loss, pass_losses, num_targets = forward_backward(model, batch, micro_batch_rows, k, contextlib.nullcontext())
+    loss, pass_losses, num_targets = forward_backward(engine, batch, micro_batch_rows, k, contextlib.nullcontext())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss, pass_losses, num_targets, gradients
 

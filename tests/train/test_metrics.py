@@ -17,6 +17,7 @@ from unspoken.train.metrics import (
     read_metrics,
     track,
 )
+from unspoken.train.parallel import Ranks
 
 
 def test_both_files_hold_the_same_rows(tmp_path):
@@ -46,9 +47,9 @@ def test_the_window_weighs_steps_by_their_targets():
     window = LossWindow(3, torch.device("cpu"))
     window.add(torch.tensor(4.0), torch.tensor([5.0, 3.0]), 10)
     window.add(torch.tensor(2.0), torch.tensor([3.0, 2.0, 1.0]), 30)
-    assert window.read() == {"loss": 2.5, "loss_pass_1": 3.5, "loss_pass_2": 2.25, "loss_pass_3": 1.0}
+    assert window.read(Ranks()) == {"loss": 2.5, "loss_pass_1": 3.5, "loss_pass_2": 2.25, "loss_pass_3": 1.0}
     window.add(torch.tensor(1.0), torch.tensor([1.0]), 1)
-    assert window.read() == {"loss": 1.0, "loss_pass_1": 1.0}
+    assert window.read(Ranks()) == {"loss": 1.0, "loss_pass_1": 1.0}
 
 
 def test_a_missing_tracker_says_what_to_install():

@@ -93,6 +93,12 @@ class LatentModel(LatentPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.backbone.set_input_embeddings(value)
 
+    def blocks(self) -> nn.ModuleList:
+        """The backbone's decoder layers: the units that are sharded and compiled one by one."""
+        layers = self.backbone.layers
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Backbone inputs [B, T, d]. `inputs_embeds` are rows of the embedding, so they are scaled like tokens."""
         if (input_ids is None) == (inputs_embeds is None):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from unspoken.config import RecyclerConfig, scaled_init
@@ -37,10 +37,6 @@ class Data:
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
     name: str
-
-    @property
-    def shards(self) -> "Data":  # for `run.py`, until it asks for `fingerprint` itself
-        return self
 
 
 def open_data(recipe: Recipe) -> Data:
@@ -210,9 +206,10 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def load_checkpoint(checkpoint: Path) -> LatentForCausalLM:
-    """The model of a checkpoint, for going on with its training."""
-    model, _ = load_source(checkpoint, "float32")
-    if not isinstance(model, LatentForCausalLM):
-        raise UnspokenError(f"{checkpoint} holds a plain {model.config.model_type} model, not one trained here")
-    return model.train()
+def model_like(checkpoint: Path) -> LatentForCausalLM:
+    """A model as the checkpoint's configuration says, on the CPU in float32, for its weights to be read into."""
+    config = AutoConfig.from_pretrained(checkpoint)
+    for latent_class in METHODS.values():
+        if type(config) is latent_class.config_class:
+            return latent_class(config).train()
+    raise UnspokenError(f"{checkpoint} holds a {config.model_type} model, not one trained here")

@@ -9,15 +9,15 @@ from unspoken.train.metrics import Row
 class RunConsole:
     """Use as a context manager around the loop. Without a terminal a line is printed for each logged row."""
 
-    def __init__(self, num_steps: int, first_step: int, console: Console | None = None):
-        self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+    def __init__(self, num_steps: int, first_step: int, console: Console | None = None, is_quiet: bool = False):
+        self.console = console or Console(stderr=True, highlight=False, soft_wrap=True, quiet=is_quiet)
         self.num_steps = num_steps
         self.first_step = first_step
         self.progress: Progress | None = None
         self.task = TaskID(0)
 
     def __enter__(self) -> "RunConsole":
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.quiet:
             self.progress = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),

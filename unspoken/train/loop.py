@@ -1,12 +1,14 @@
 """The training loop, from a step's number to moved weights, read top to bottom.
 
 A step is a function of its number: its batch (global batch g = step), its passes and its learning rate. What a resumed
-run needs beside weights and optimizer is therefore one number, and the counts that are reported.
+run needs beside weights and optimizer is therefore one number, and the counts that are reported. With several
+processes all run this same loop, each on its rows of the batch; what they have in common (targets, a signal, a loss
+that is not finite) is agreed on in two small exchanges a step.
 """
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,18 +18,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from unspoken.errors import UnspokenError
+from unspoken.errors import UnspokenError, UsageError
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.loss import IGNORE_INDEX, shift_labels
 from unspoken.train.build import Data, max_passes, num_passes
-from unspoken.train.checkpoint import load_state, random_state, save_checkpoint, set_random_state
+from unspoken.train.checkpoint import CheckpointWriter, generators, read_record, read_tensors, set_generators
 from unspoken.train.console import RunConsole
 from unspoken.train.heldout import held_out_losses
 from unspoken.train.metrics import LossWindow, MetricFiles, Row, columns, track
 from unspoken.train.norms import state_norms
-from unspoken.train.optim import build_optimizer, check_gradients, set_learning_rate, trained_parameters
+from unspoken.train.optim import build_optimizer, optimizer_tensors, set_learning_rate
+from unspoken.train.parallel import Engine, Ranks, naming_lost_ranks, whole_number
 from unspoken.train.recipe import Recipe
 from unspoken.train.schedule import LearningRate, passes_at
+from unspoken.train.selftest import SelfTest
 
 NORMS_EVERY_STEPS = 50  # a forward of one sequence: a thousandth of the run
 SWAMPED_AT = 3.0  # adapter to embedding: 0.2 in runs that win, 15 falling to 5 with the naive init and rate, which lose
@@ -35,7 +39,10 @@ SWAMPED_AT = 3.0  # adapter to embedding: 0.2 in runs that win, 15 falling to 5 
 
 @dataclass
 class Progress:
-    """What has been done so far, over all resumes. `pass_tokens` counts a token once for each pass over it."""
+    """What has been done so far, over all resumes. `pass_tokens` counts a token once for each pass over it.
+
+    CPU seconds are this process's own here, and those of all processes in rows and records.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -46,36 +53,44 @@ class Progress:
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
 
+    def over(self, ranks: Ranks) -> "Progress":
+        """With the CPU seconds of all processes. All of them call it."""
+        train, whole = ranks.sum([self.train_cpu_seconds, self.cpu_seconds])
+        return replace(self, train_cpu_seconds=train, cpu_seconds=whole)
+
 
 def forward_backward(
-    model: Callable[..., Any],
-    batch: dict[str, Tensor],
-    micro_batch_rows: int,
-    k: int,
-    autocast: AbstractContextManager,
+    engine: Engine, batch: dict[str, Tensor], rows_at_once: int, k: int, autocast: AbstractContextManager
 ) -> tuple[Tensor, Tensor, int]:
-    """Add the gradients of one optimizer step's batch, some rows at a time.
+    """Add the gradients of one optimizer step's batch (this process's rows of it), some rows at a time.
 
-    The loss of every part is divided by the targets of the whole batch, so the split changes nothing but rounding.
-    Returns the loss, each pass's loss [k], both detached means, and the number of targets. Waits for no device.
+    The loss of every part is divided by the targets of the whole batch, over all processes, so the split changes
+    nothing but rounding (a router's balancing loss, which is no mean over targets, depends on it as in transformers).
+    Returns this process's part of the loss and of each pass's loss [k], detached, and the number of targets of all.
     """
-    num_targets = max(1, int((shift_labels(batch["labels"]) != IGNORE_INDEX).sum()))
-    device = next(model.parameters()).device  # type: ignore[attr-defined]
+    own_targets = int((shift_labels(batch["labels"]) != IGNORE_INDEX).sum())
+    num_targets = max(1, int(engine.ranks.sum([own_targets])[0]))
+    device = engine.model.device
     loss: Tensor = torch.zeros((), device=device)
     pass_losses = torch.zeros(k, device=device)
     num_rows = len(batch["labels"])
-    for start in range(0, num_rows, micro_batch_rows):
-        part = {name: rows[start : start + micro_batch_rows].to(device) for name, rows in batch.items()}
-        with autocast:
-            output = model(**part, num_passes=k, num_items_in_batch=num_targets, use_cache=False)
-        output.loss.backward()
+    options = {"segmented": True} if engine.segmented else {}
+    for start in range(0, num_rows, rows_at_once):
+        part = {name: rows[start : start + rows_at_once].to(device) for name, rows in batch.items()}
+        with engine.part(is_last=start + rows_at_once >= num_rows):
+            with autocast:
+                output = engine.forward(
+                    **part, num_passes=k, num_items_in_batch=num_targets, use_cache=False, **options
+                )
+            engine.backward(output)
         loss += output.loss.detach()
         pass_losses += output.pass_losses
+    engine.settle()
     return loss, pass_losses, num_targets
 
 
 class TrainingLoop:
-    """Trains `model` in place. `checkpoint`: resume from it; the model holds its weights already."""
+    """Trains `model` in place. `checkpoint`: resume from it; it fills the model's weights too."""
 
     def __init__(
         self,
@@ -84,46 +99,58 @@ class TrainingLoop:
         data: Data,
         trackers: list[Any] | None = None,
         checkpoint: Path | None = None,
+        ranks: Ranks | None = None,
     ):
         self.recipe, self.model, self.data, self.trackers = recipe, model, data, trackers or []
+        self.ranks = ranks or Ranks()
         self.folder = recipe.run.out
+        try:
+            _, self.rows_at_once = recipe.train.share(self.ranks.size)
+        except ValueError as error:
+            raise UsageError(f"train: {error}") from error
         self.num_passes, self.max_passes = num_passes(model.config), max_passes(model.config)
-        self.optimizer = build_optimizer(model, recipe.optim)
-        self.parameters = [parameter for _, parameter in trained_parameters(self.optimizer)]
+        self.engine = Engine(model, recipe.train, self.ranks)
+        self.optimizer = build_optimizer(self.engine.parameters, recipe.optim)
         self.learning_rate = LearningRate(recipe.optim, recipe.num_steps)
         self.progress = Progress()
         self.window = LossWindow(self.max_passes, model.device)
+        self.best: dict[str, Any] = {"step": None, "loss": None}
         self.last_rows: dict[str, Row] = {}
         self.stop_signal = 0
-        self.has_warned = False
-        if recipe.train.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.forward: Callable[..., Any] = torch.compile(model) if recipe.train.compile else model
+        self.is_stopping = self.has_warned = False
+        self.writer = CheckpointWriter(self.folder, self.ranks, recipe.train.keep_last, recipe.train.save_in_background)
         if checkpoint is not None:
-            self._load(load_state(checkpoint), checkpoint)
-        self.files = MetricFiles(
-            self.folder, columns(self.max_passes), None if checkpoint is None else self.progress.step
-        )
-        self.console = RunConsole(recipe.num_steps, self.progress.step)
+            self._load(checkpoint)
+        resume_step = None if checkpoint is None else self.progress.step
+        self.files = MetricFiles(self.folder, columns(self.max_passes), resume_step) if self.ranks.is_main else None
+        self.console = RunConsole(recipe.num_steps, self.progress.step, is_quiet=not self.ranks.is_main)
         self._clock = _Clock()
         self._begin = self._logged = replace(self.progress)
 
     def run(self) -> bool:
-        """Train to the last step and return True; or False where a signal ended it, with a checkpoint saved."""
+        """Train to the last step and return True; or False where a signal ended it, with a checkpoint saved.
+
+        Raises:
+            UnspokenError: a check of the first step, a loss that is not finite, a checkpoint that cannot be written,
+                another process of this run that is gone.
+        """
         train, num_steps = self.recipe.train, self.recipe.num_steps
-        with self.console, self._until_signal():
+        with naming_lost_ranks(self.ranks), self.console, self._until_signal():
             if self.progress.step == 0 and train.eval_every:
                 self._evaluate()
-            while self.progress.step < num_steps and not self.stop_signal:
+            while self.progress.step < num_steps and not self.is_stopping:
                 row = self._step()
                 step = self.progress.step
                 if row is not None:
                     self._log(row)
+                is_best = False
                 if train.eval_every and (step % train.eval_every == 0 or step == num_steps):
-                    self._evaluate()
-                if step < num_steps and (self.stop_signal or (train.save_every and step % train.save_every == 0)):
+                    is_best = self._evaluate() and train.keep_best
+                is_due = step < num_steps and (self.is_stopping or (train.save_every and step % train.save_every == 0))
+                if is_due or is_best:
                     self.save()
                 self.console.advance()
+            self.writer.wait()
         self._clock.add_to(self.progress)
         return self.progress.step == num_steps
 
@@ -132,15 +159,17 @@ class TrainingLoop:
         step, train, clock = self.progress.step, self.recipe.train, _Clock()
         k = passes_at(step, self.recipe.run.seed, self.num_passes, train.third_pass_fraction)
         set_learning_rate(self.optimizer, self.learning_rate, step)
-        batch = self.data.train.global_batch(step, train.batch_size)
-        loss, pass_losses, num_targets = forward_backward(
-            self.forward, batch, train.micro_batch_rows, k, self._autocast()
-        )
-        if step == self._begin.step:
-            check_gradients(self.optimizer, k)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.optim.max_grad_norm)
+        batch = self.data.train.global_batch(step, train.batch_size, self.ranks.rank, self.ranks.size)
+        self_test = SelfTest(self.engine, train) if step == self._begin.step else None
+        loss, pass_losses, num_targets = forward_backward(self.engine, batch, self.rows_at_once, k, self._autocast())
+        if self_test is not None:
+            self_test.check(k, len(batch["labels"]) // self.rows_at_once)
+        parameters = list(self.engine.parameters.values())
+        grad_norm = whole_number(torch.nn.utils.clip_grad_norm_(parameters, self.recipe.optim.max_grad_norm))
         # The one place where a step waits for the device: weights must not move on a gradient that is not a number.
-        if not bool(torch.isfinite(loss + grad_norm)):
+        is_finite = bool(torch.isfinite(loss + grad_norm))
+        is_broken, self.is_stopping = self.ranks.any(not is_finite, bool(self.stop_signal))
+        if is_broken:
             self._stop_not_finite(batch, pass_losses, float(grad_norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -153,6 +182,7 @@ class TrainingLoop:
         if step <= train.log_every or step // NORMS_EVERY_STEPS != (step - train.log_every) // NORMS_EVERY_STEPS:
             with self._autocast():
                 row |= state_norms(self.model, batch, k)
+            self.engine.settle()
         return row
 
     def _autocast(self) -> AbstractContextManager:
@@ -172,9 +202,10 @@ class TrainingLoop:
     def _log(self, row: Row) -> None:
         now, before = self.progress, self._logged
         tokens = now.tokens - before.tokens
-        row = self.window.read() | row
+        cpu_seconds = self.ranks.sum([now.train_cpu_seconds - before.train_cpu_seconds])[0]
+        row = self.window.read(self.ranks) | row
         row["tokens_per_second"] = tokens / (now.train_seconds - before.train_seconds)
-        row["tokens_per_cpu_second"] = tokens / max(1e-9, now.train_cpu_seconds - before.train_cpu_seconds)
+        row["tokens_per_cpu_second"] = tokens / max(1e-9, cpu_seconds)
         if row.get("adapter_to_embedding", 0.0) > SWAMPED_AT and not self.has_warned:
             self.has_warned = True
             self.console.say(
@@ -184,22 +215,31 @@ class TrainingLoop:
         self._write(row, "train")
         self._logged = replace(now)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Log the losses on held-out text; whether the last trained pass's is the lowest so far."""
         data = self.data.held_out
         assert data is not None
-        train = self.recipe.train
         with self._autocast():
-            losses = held_out_losses(self.model, data, train.eval_sequences, train.micro_batch_rows, self.max_passes)
+            losses = held_out_losses(
+                self.model, data, self.recipe.train.eval_sequences, self.rows_at_once, self.max_passes, self.ranks
+            )
+        self.engine.settle()
         names = [f"loss_pass_{i}" for i in range(1, self.max_passes + 1)]
         self._write(dict(zip(names, losses, strict=True)), "eval")
+        loss = losses[self.num_passes - 1]
+        is_best = self.progress.step > 0 and (self.best["loss"] is None or loss < self.best["loss"])
+        if is_best:
+            self.best = {"step": self.progress.step, "loss": loss}
+        return is_best
 
     def _write(self, row: Row, kind: str) -> None:
-        progress = self.progress
-        self._clock.add_to(progress)
+        self._clock.add_to(self.progress)
+        progress = self.progress.over(self.ranks)
         row = {"step": progress.step, "kind": kind, "tokens": progress.tokens} | row
         row |= {"wall_seconds": round(progress.wall_seconds, 3), "cpu_seconds": round(progress.cpu_seconds, 3)}
         self.last_rows[kind] = row
-        self.files.write(row)
+        if self.files is not None:
+            self.files.write(row)
         track(self.trackers, row)
         num_done = progress.step - self._begin.step
         elapsed = progress.wall_seconds - self._begin.wall_seconds
@@ -209,32 +249,44 @@ class TrainingLoop:
     def save(self) -> Path:
         """Write a checkpoint of the steps done so far."""
         self._clock.add_to(self.progress)
-        state = {
-            "optimizer": self.optimizer.state_dict(),
-            "random": random_state(),
-            "window": self.window.state_dict(),
-            "progress": asdict(self.progress),
+        record = {
+            "progress": asdict(self.progress.over(self.ranks)),
+            "window": self.window.record(self.ranks),
+            "best": self.best,
         }
-        return save_checkpoint(self.folder, self.progress.step, self.model, state, self.recipe.train.keep_last)
+        best = self.best["step"] if self.recipe.train.keep_best else None
+        tensors = self._tensors() | generators(self.ranks)
+        return self.writer.save(self.progress.step, tensors, record, self.model.config, best)
 
-    def _load(self, state: dict[str, Any], checkpoint: Path) -> None:
-        names = [group["param_names"] for group in self.optimizer.param_groups]
-        if [group["param_names"] for group in state["optimizer"]["param_groups"]] != names:
-            raise UnspokenError(f"{checkpoint} was written for a model with other parameters than this one")
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.window.load_state_dict(state["window"])
-        self.progress = Progress(**state["progress"])
-        set_random_state(state["random"])
+    def _tensors(self) -> dict[str, Tensor]:
+        return model_tensors(self.model) | optimizer_tensors(self.optimizer)
+
+    def _load(self, checkpoint: Path) -> None:
+        record, ranks = read_record(checkpoint), self.ranks
+        tensors = self._tensors()
+        own = generators(ranks) if record["processes"] == ranks.size else {}
+        read_tensors(checkpoint, tensors | own, ranks)
+        if own:
+            set_generators(own, ranks)
+        self.progress = Progress(**record["progress"])
+        self.best = record["best"]
+        if ranks.is_main:
+            self.window.restore(record["window"])
+        else:  # the main process carries on what all have used
+            self.progress.cpu_seconds = self.progress.train_cpu_seconds = 0.0
+            self.window.restore({**record["window"], "sums": [0.0] * (self.max_passes + 1)})
 
     def _stop_not_finite(self, batch: dict[str, Tensor], pass_losses: Tensor, grad_norm: float) -> NoReturn:
-        step = self.progress.step + 1
-        path = self.folder / f"not-finite-step-{step}.safetensors"
+        step, rank = self.progress.step + 1, self.ranks.rank
+        which = f"-process-{rank}" if self.ranks.size > 1 else ""
+        path = self.folder / f"not-finite-step-{step}{which}.safetensors"
         save_file({name: rows.contiguous() for name, rows in batch.items()}, path, {"global_batch": str(step - 1)})
-        losses = " / ".join(f"{loss:.4g}" for loss in pass_losses.tolist())
+        losses = " / ".join(f"{loss:.4g}" for loss in self.ranks.sum(pass_losses.tolist()))
         raise UnspokenError(
             f"step {step}: not a finite number: loss by pass {losses}, gradient norm {grad_norm:.4g}. The batch is in "
             f"{path}; the weights were not moved. A lower optim.learning_rate, a longer warm-up or "
-            "train.autocast: none may help."
+            "train.autocast: none may help.",
+            said_by_main=True,
         )
 
     @contextmanager
@@ -255,6 +307,13 @@ class TrainingLoop:
         finally:
             for number in signals:
                 signal.signal(number, before[number])
+
+
+def model_tensors(model: LatentForCausalLM) -> dict[str, Tensor]:
+    """What of the model a checkpoint holds: its state, tied weights once."""
+    names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    state = model.state_dict()
+    return {f"model.{name}": state[name] for name in names.values()}
 
 
 class _Clock:

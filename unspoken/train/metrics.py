@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unspoken.errors import UnspokenError, UsageError
+from unspoken.train.parallel import Ranks
 
 JSONL, CSV = "metrics.jsonl", "metrics.csv"
 Row = dict[str, Any]
@@ -35,6 +36,7 @@ def columns(max_passes: int) -> list[str]:
         "adapter_to_embedding",
         "embedding_rms",
         *(f"state_rms_pass_{i}" for i in passes),
+        *(f"expert_load_{end}_pass_{i}" for i in passes for end in ("min", "max")),
         "tokens_per_second",
         "tokens_per_cpu_second",
         "wall_seconds",
@@ -43,34 +45,36 @@ def columns(max_passes: int) -> list[str]:
 
 
 class LossWindow:
-    """Each pass's summed loss and number of targets since the last logged step, kept on the device: adding waits for
-    nothing. Part of a checkpoint, so that a resumed run logs the same means."""
+    """Each pass's summed loss (this process's part) and number of targets (of all processes) since the last logged
+    step, kept on the device: adding waits for nothing. Part of a checkpoint, so that a resumed run logs the same
+    means."""
 
     def __init__(self, max_passes: int, device: torch.device):
         self.sums = torch.zeros(max_passes + 1, device=device)  # the training loss, then each pass's
         self.targets = torch.zeros(max_passes + 1, device=device)
 
     def add(self, loss: Tensor, pass_losses: Tensor, num_targets: int) -> None:
-        """loss, pass_losses [k]: means over `num_targets`."""
+        """loss, pass_losses [k]: sums over this process's rows, divided by `num_targets`."""
         filled = 1 + len(pass_losses)
         self.sums[:filled] += torch.cat([loss.reshape(1), pass_losses]) * num_targets
         self.targets[:filled] += num_targets
 
-    def read(self) -> Row:
-        """The means, of passes that ran; then start anew."""
-        pairs = zip(self.sums.tolist(), self.targets.tolist(), strict=True)
+    def read(self, ranks: Ranks) -> Row:
+        """The means, of passes that ran; then start anew. All processes call it."""
+        record = self.record(ranks)
         names = ["loss", *(f"loss_pass_{i}" for i in range(1, len(self.sums)))]
+        pairs = zip(record["sums"], record["targets"], strict=True)
         row = {name: total / count for name, (total, count) in zip(names, pairs, strict=True) if count}
         self.sums.zero_()
         self.targets.zero_()
         return row
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"sums": self.sums, "targets": self.targets}
+    def record(self, ranks: Ranks) -> dict[str, list[float]]:
+        return {"sums": ranks.sum(self.sums.tolist()), "targets": self.targets.tolist()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.sums.copy_(state["sums"])
-        self.targets.copy_(state["targets"])
+    def restore(self, record: dict[str, list[float]]) -> None:
+        self.sums.copy_(torch.tensor(record["sums"]))
+        self.targets.copy_(torch.tensor(record["targets"]))
 
 
 class MetricFiles:

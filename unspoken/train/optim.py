@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unspoken.errors import UnspokenError
 from unspoken.train.recipe import OptimSection
@@ -30,14 +30,14 @@ def group_of(name: str, parameter: nn.Parameter) -> str:
     return "plain" if parameter.ndim < 2 or parts[-1].endswith("bias") else "decayed"
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """The trainable parameters, each once (tied weights too), as named AdamW groups; empty groups are left out.
 
     Raises:
         UnspokenError: nothing is trainable.
     """
     members: dict[str, list[tuple[str, nn.Parameter]]] = {group: [] for group in GROUPS}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if parameter.requires_grad:
             members[group_of(name, parameter)].append((name, parameter))
     groups = [
@@ -50,9 +50,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return groups
 
 
-def build_optimizer(model: nn.Module, optim: OptimSection) -> torch.optim.AdamW:
+def build_optimizer(parameters: dict[str, nn.Parameter], optim: OptimSection) -> torch.optim.AdamW:
     """AdamW over `parameter_groups`, in its fused form: on a CPU too it is faster than `foreach`."""
-    groups = parameter_groups(model, optim.weight_decay)
+    groups = parameter_groups(parameters, optim.weight_decay)
     return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=True)
 
 
@@ -67,22 +67,14 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, 
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-def check_gradients(optimizer: torch.optim.Optimizer, num_passes: int) -> None:
-    """After the first backward: every parameter got a gradient, and one that moves the adapter if it was used.
-
-    Raises:
-        UnspokenError: naming the parameters that would stay as they are.
-    """
-    parameters = dict(trained_parameters(optimizer))
-    missing = [name for name, parameter in parameters.items() if parameter.grad is None]
-    if missing:
-        raise UnspokenError(
-            f"{len(missing)} trainable parameters got no gradient in the first step, {missing[0]} among them: "
-            "they are not part of the loss. Freeze them (requires_grad=False) or put them into the graph."
-        )
-    adapter = [p for name, p in parameters.items() if group_of(name, p) == "adapter"]
-    if adapter and num_passes > 1 and not any(bool(p.grad.any()) for p in adapter if p.grad is not None):
-        raise UnspokenError(
-            f"the adapter's gradient is zero after the first step of {num_passes} passes: no pass's loss reaches it. "
-            "The model's recycling is broken, or every document of the batch has a single token."
-        )
+def optimizer_tensors(optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """The optimizer's state by parameter name, as it is or (before its first step) as the first step would find it.
+    Reading a checkpoint into them restores it; rates and decay come from the recipe."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trained_parameters(optimizer):
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    return tensors

@@ -169,9 +169,15 @@ class OptimSection(Section):
 class TrainSection(Section):
     """How much and how.
 
-    `batch_size` counts the sequences of one optimizer step, `micro_batch_size` those of one backward (all, unless
-    given). `third_pass_fraction` of the steps run one pass more than `model.num_train_passes`. An `..._every` of 0 is
-    never; unless `eval_every` is 0 the model is also evaluated before the first step and after the last.
+    `batch_size` counts the sequences of one optimizer step over all processes, `micro_batch_size` those of one backward
+    in one process (its whole share, unless given). `third_pass_fraction` of the steps run one pass more than
+    `model.num_train_passes`. An `..._every` of 0 is never; unless `eval_every` is 0 the model is also evaluated before
+    the first step and after the last. `keep_best` keeps, beside the last ones, the checkpoint of the evaluation with
+    the lowest loss of the last trained pass.
+
+    With several processes (`unspoken launch`), `parallel` says what each holds: `ddp` the whole model, `fsdp` a share;
+    `keep_gathered` gathers a layer once for all passes and the backward, at the price of the whole model's memory.
+    `segmented_backward` runs the backward pass by pass: see `models/segments.py`.
     """
 
     total_tokens: Count | None = None
@@ -182,23 +188,57 @@ class TrainSection(Section):
     autocast: Literal["bfloat16", "none"] = "bfloat16"
     gradient_checkpointing: bool = False
     compile: bool = False
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    keep_gathered: bool = False
+    segmented_backward: bool = False
     log_every: Count = 10
     eval_every: CountOrNone = 100
     eval_sequences: Count = 64
     save_every: CountOrNone = 0
     keep_last: Count = 2
+    keep_best: bool = False
+    save_in_background: bool = False
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.keep_best and not self.eval_every:
+            raise ValueError("keep_best needs evaluations; set eval_every")
+        if self.keep_gathered and self.parallel != "fsdp":
+            raise ValueError("keep_gathered is for `parallel: fsdp`; otherwise nothing is gathered")
+        if self.segmented_backward and self.parallel == "ddp":
+            raise ValueError("segmented_backward is for `parallel: fsdp`; with ddp every process holds whole gradients")
         if (self.total_tokens is None) == (self.max_steps is None):
             raise ValueError("give `total_tokens` or `max_steps`, one of the two")
-        if self.batch_size % self.micro_batch_rows:
-            raise ValueError(f"micro_batch_size {self.micro_batch_size} does not divide batch_size {self.batch_size}")
+        self.share(1)
         return self
 
-    @property
-    def micro_batch_rows(self) -> int:
-        return self.micro_batch_size or self.batch_size
+    def engine(self, num_ranks: int) -> Literal["single", "ddp", "fsdp"]:
+        """Which engine runs the steps of so many processes."""
+        if num_ranks == 1:
+            if self.parallel != "auto":
+                raise UsageError(
+                    f"train.parallel: {self.parallel} needs several processes: `unspoken launch -- train ...`; one "
+                    "process alone goes with `auto`"
+                )
+            return "single"
+        if self.parallel != "fsdp" and self.segmented_backward:
+            raise UsageError("train.segmented_backward: give `train.parallel: fsdp`; ddp holds whole gradients anyway")
+        return "fsdp" if self.parallel == "fsdp" else "ddp"
+
+    def share(self, num_ranks: int) -> tuple[int, int]:
+        """Rows of a step for each process, and of one backward.
+
+        Raises:
+            ValueError: they do not come out even.
+        """
+        share, rest = divmod(self.batch_size, num_ranks)
+        if rest:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of the {num_ranks} processes")
+        rows = min(share, self.micro_batch_size or share)
+        if share % rows:
+            whose = f"batch_size {self.batch_size}" + (f" over {num_ranks} processes" if num_ranks > 1 else "")
+            raise ValueError(f"micro_batch_size {self.micro_batch_size} does not divide {whose}")
+        return share, rows
 
 
 class Recipe(Section):
@@ -215,6 +255,8 @@ class Recipe(Section):
     def _consistent(self) -> Self:
         if self.model.method == "vanilla" and self.train.third_pass_fraction:
             raise ValueError("train.third_pass_fraction is for `method: recycler`; the plain model has one pass")
+        if self.model.method == "vanilla" and self.train.segmented_backward:
+            raise ValueError("train.segmented_backward is for `method: recycler`; the plain model has one pass")
         if self.num_steps == 0:
             raise ValueError(f"train.total_tokens {self.train.total_tokens} is less than one step: {self.step_tokens}")
         return self

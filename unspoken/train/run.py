@@ -2,13 +2,15 @@
 
 RUN/resolved.yaml          the recipe with every default, and what it ran with; a recipe itself
 RUN/metrics.jsonl .csv     the curves
-RUN/checkpoints/           for --resume
+RUN/checkpoints/           for --resume, and for `unspoken export`
+RUN/tokenizer/             what the data's ids mean
 RUN/model/                 the trained model with its tokenizer, once the run is finished
 RUN/summary.json           counts, compute and final losses
 """
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -24,14 +26,19 @@ from unspoken.train.recipe import METHOD_FIELDS, Recipe
 from unspoken.train.recipe_file import compact, dotted, load_recipe
 
 if TYPE_CHECKING:
+    import torch
+
     from unspoken.train.build import Data
     from unspoken.train.loop import TrainingLoop
+    from unspoken.train.parallel import Ranks
 
 INTERRUPTED = 130
-RESOLVED, SUMMARY, MODEL = "resolved.yaml", "summary.json", "model"
+RESOLVED, SUMMARY, MODEL, TOKENIZER = "resolved.yaml", "summary.json", "model", "tokenizer"
 PACKAGES = ("unspoken", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 MAY_CHANGE = {  # between a run and its resumption: they touch neither weights nor curves
-    "run.out", "run.report_to", "train.eval_every", "train.save_every", "train.keep_last", "train.micro_batch_size",
+    "run.out", "run.device", "run.report_to", "train.eval_every", "train.save_every", "train.keep_last",
+    "train.keep_best", "train.save_in_background", "train.micro_batch_size", "train.parallel", "train.keep_gathered",
+    "train.segmented_backward",
 }  # fmt: skip
 
 
@@ -42,33 +49,43 @@ def main(args: argparse.Namespace) -> int:
 
 
 def train(recipe: Recipe, resume: bool = False, source: str = "the recipe") -> int:
-    """Run a recipe; `source` names it in errors."""
+    """Run a recipe; `source` names it in errors. Under torchrun every process calls it."""
     folder = recipe.run.out
-    _claim(folder, resume)
+    resume = resume or is_restart()
     if resume and _is_finished(folder):
         print(f"{folder} is finished; its model is in {folder / MODEL}")
         return 0
-    try:
-        loop = _start(recipe, resume)
-    except UsageError as error:
-        raise UsageError(f"{source}: {error}") from error
-    is_finished = loop.run()
-    for tracker in loop.trackers:
-        tracker.finish()
-    if is_finished:
-        from unspoken.models.convert import save
+    from unspoken.train.build import pick_device
+    from unspoken.train.parallel import joined_ranks, local_device
 
-        save(loop.model, loop.data.tokenizer, folder / MODEL, overwrite=True)
-    summary = _summary(loop, is_finished)
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    device = pick_device(local_device(recipe.run.device))
+    with joined_ranks(device) as ranks:
+        ranks.on_main(lambda: _claim(folder, resume))
+        try:
+            loop = _start(recipe, resume, device, ranks)
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}", said_by_main=True) from error
+        is_finished = loop.run()
+        for tracker in loop.trackers:
+            tracker.finish()
+        if is_finished:
+            _write_model(loop)
+        _write_summary(loop, is_finished)
+    if ranks.is_main and is_finished:
+        print(f"{folder / MODEL}: {loop.progress.tokens:,} tokens in {loop.progress.wall_seconds:,.0f} s")
     if is_finished:
-        print(f"{folder / MODEL}: {summary['tokens']:,} tokens in {summary['wall_seconds']:,.0f} s")
         return 0
-    print(f"stopped at step {loop.progress.step}; go on with\n  {_resume_command(folder)}")
+    if ranks.is_main:
+        print(f"stopped at step {loop.progress.step}; go on with\n  {_resume_command(folder)}")
     return INTERRUPTED
 
 
-def _start(recipe: Recipe, resume: bool) -> "TrainingLoop":
+def is_restart() -> bool:
+    """Whether torchrun started this process again after a failure: the run then goes on by itself."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _start(recipe: Recipe, resume: bool, device: "torch.device", ranks: "Ranks") -> "TrainingLoop":
     """Everything before the first step: checks, model, data, the resolved recipe."""
     from unspoken.train.metrics import check_trackers, open_trackers
 
@@ -76,29 +93,75 @@ def _start(recipe: Recipe, resume: bool) -> "TrainingLoop":
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from unspoken.train.build import build_model, load_checkpoint, open_data, pick_device
-    from unspoken.train.checkpoint import checkpoints
+    from unspoken.train.build import build_model, model_like, open_data
     from unspoken.train.loop import TrainingLoop
 
     disable_progress_bar()  # a bar for each checkpoint would break ours
-    device = pick_device(recipe.run.device)
     data = open_data(recipe)
     folder = recipe.run.out
-    newest = next(iter(checkpoints(folder)), None) if resume else None
+    newest = _newest(folder, ranks) if resume else None
     torch.manual_seed(recipe.run.seed)
-    model: Any = build_model(recipe, data) if newest is None else load_checkpoint(newest)
+    model: Any = build_model(recipe, data) if newest is None else model_like(newest)
     model.to(device)
     values = _resolved(recipe, model.config, data)
     if newest is not None:
         _check_same(values, folder)
+    ranks.wait()  # until all have read what is written anew now
+    ranks.on_main(lambda: _begin_folder(folder, values, data, resume, newest))
+    trackers = open_trackers(recipe.run.report_to, folder, dict(dotted(values))) if ranks.is_main else []
+    torch.manual_seed(_dropout_seed(recipe.run.seed, ranks))
+    return TrainingLoop(recipe, model, data, trackers, newest, ranks)
+
+
+def _dropout_seed(seed: int, ranks: "Ranks") -> int:
+    """The weights are drawn alike by all processes; what is drawn from here on is each one's own."""
+    return seed + ranks.rank
+
+
+def _newest(folder: Path, ranks: "Ranks") -> Path | None:
+    """The newest whole checkpoint, as the main process sees it, all its files read once."""
+    from unspoken.train.checkpoint import check_files, checkpoint_of, checkpoints, step_of
+
+    found = checkpoints(folder)[:1] if ranks.is_main else []
+
+    def check() -> None:
+        for checkpoint in found:
+            check_files(checkpoint)
+
+    ranks.on_main(check)
+    step = int(ranks.from_main(step_of(found[0]) if found else -1))
+    return None if step < 0 else checkpoint_of(folder, step)
+
+
+def _begin_folder(folder: Path, values: dict[str, Any], data: "Data", resume: bool, newest: Path | None) -> None:
+    if newest is not None:
         print(f"resuming from {newest}")
     elif resume:
         print(f"{folder} has no checkpoint yet: starting from the first step")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESOLVED).write_text(compact(values) + "\n", encoding="utf-8")
+    data.tokenizer.save_pretrained(folder / TOKENIZER)
     print(compact(values), flush=True)
-    trackers = open_trackers(recipe.run.report_to, folder, dict(dotted(values)))
-    return TrainingLoop(recipe, model, data, trackers, newest)
+
+
+def _write_model(loop: "TrainingLoop") -> None:
+    from unspoken.models.convert import save
+
+    model = loop.engine.whole_model()
+    folder = loop.recipe.run.out
+
+    def write() -> None:
+        assert model is not None
+        save(model, loop.data.tokenizer, folder / MODEL, overwrite=True)
+
+    loop.ranks.on_main(write)
+
+
+def _write_summary(loop: "TrainingLoop", is_finished: bool) -> None:
+    loop.progress = loop.progress.over(loop.ranks)
+    if loop.ranks.is_main:
+        text = json.dumps(_summary(loop, is_finished), indent=1)
+        (loop.recipe.run.out / SUMMARY).write_text(text + "\n", encoding="utf-8")
 
 
 def _claim(folder: Path, resume: bool) -> None:
@@ -122,7 +185,8 @@ def _resolved(recipe: Recipe, config: Any, data: "Data") -> dict[str, Any]:
     values = recipe.plain()
     values["model"].update({field: getattr(config, field) for field in METHOD_FIELDS if hasattr(config, field)})
     values["made_with"] = {
-        "data_fingerprint": data.shards.fingerprint,
+        "data_fingerprint": data.fingerprint,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
@@ -160,6 +224,8 @@ def _summary(loop: "TrainingLoop", is_finished: bool) -> dict[str, Any]:
     return {
         "status": "finished" if is_finished else "interrupted",
         **asdict(progress),
+        "processes": loop.ranks.size,
+        "best": loop.best,
         "num_parameters": sum(p.numel() for p in loop.model.parameters()),
         "compute_parameters": num_parameters,
         "train_flops": 6 * num_parameters * progress.pass_tokens,
