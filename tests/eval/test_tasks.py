@@ -9,45 +9,50 @@ import torch
 
 from tests import texts
 from unspoken import cli
+from unspoken.analysis.compare import difference
 from unspoken.data.task_windows import evaluation_samples, task_tokenizer
 from unspoken.data.tasks import NO_TARGET, parse_task
 from unspoken.errors import UsageError
-from unspoken.eval.task_run import PLOT, RESULTS
+from unspoken.eval.task_run import PLOT
 from unspoken.eval.tasks import Rate, default_lengths, evaluate_task
 
 SUM = parse_task({"name": "running_sum", "modulus": 3, "min_length": 2, "max_length": 6})
 ARITHMETIC = parse_task({"name": "arithmetic", "modulus": 100})
 
 
-def task_model(task, method="recycler"):
-    vocabulary = {"vocab_size": len(task_tokenizer(task))}
-    return texts.text_model(method, **{"text": vocabulary})
+def task_model(task, method="recycler", dtype=torch.float32):
+    return texts.text_model(method, dtype, text={"vocab_size": len(task_tokenizer(task))})
 
 
-def naive_right(model, sample, num_passes) -> list[bool]:
-    """Each prefix alone, so that nothing can come from later tokens, from pads or from other samples."""
-    right = []
+def naive(model, sample, num_passes) -> tuple[list[bool], float]:
+    """Right or not at each target, and the summed loss; each prefix alone, so that nothing can come from later tokens,
+    from pads or from other samples.
+    """
+    right, nats = [], 0.0
     for place in (sample.targets != NO_TARGET).nonzero()[0]:
         ids = torch.from_numpy(sample.tokens[None, : place + 1])
         states = model.model(ids, num_passes=num_passes, use_cache=False).last_hidden_state
-        right.append(int(model.lm_head(states[0, -1]).argmax()) == sample.targets[place])
-    return right
+        logits = model.lm_head(states[0, -1])
+        right.append(int(logits.argmax()) == sample.targets[place])
+        nats -= float(logits.log_softmax(-1)[sample.targets[place]])
+    return right, nats
 
 
 @pytest.mark.parametrize("task", [SUM, ARITHMETIC], ids=lambda task: task.name)
 @torch.no_grad()
 def test_rates_are_those_of_one_prefix_at_a_time(task):
-    model = task_model(task)
+    model = task_model(task, dtype=torch.float64)  # so that rounding decides no first choice
     samples = evaluation_samples(task, 5, 23)
     result = evaluate_task(model, task, 5, num_samples=23, num_passes=3, batch_size=7)
     assert list(result.answers) == ["k=1", "k=2", "k=3", "exact"]
     for name, num_passes in {"k=1": 1, "k=2": 2, "k=3": 3, "exact": "exact"}.items():
-        naive = [naive_right(model, sample, num_passes) for sample in samples]
-        answers = [row[-1] if task is SUM else all(row) for row in naive]
+        found = [naive(model, sample, num_passes) for sample in samples]
+        right = [row for row, _ in found]
+        answers = [row[-1] if task is SUM else all(row) for row in right]
         assert result.answers[name] == Rate(sum(answers), 23)
-        longest = max(map(len, naive))
-        places = [[row[i] for row in naive if len(row) > i] for i in range(longest)]
-        assert result.positions[name] == [Rate(sum(found), len(found)) for found in places]
+        places = [[row[i] for row in right if len(row) > i] for i in range(max(map(len, right)))]
+        assert result.positions[name] == [Rate(sum(place), len(place)) for place in places]
+        np.testing.assert_allclose(result.scores.nats[name], [nats for _, nats in found], rtol=1e-9)
     assert sum(rate.num_right for rate in result.positions["k=3"]) > 0  # or this would compare nothing with nothing
 
 
@@ -96,7 +101,7 @@ def test_lengths_within_and_beyond_training():
         ({"num_samples": 0}, "--samples is 0"),
         ({"num_passes": 0}, "--num-passes is 0"),
         ({"batch_size": -1}, "--batch-size is -1"),
-        ({"length": 128}, "samples of length 128 take 129 tokens; the context is 128"),
+        ({"length": 128}, "samples of length 128 take 129 tokens; the model's context is 128"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, message):
@@ -113,16 +118,20 @@ def test_a_model_knows_its_task(folder, capsys):
     assert cli.main(["eval", str(folder), "--samples", "20", "--num-passes", "2"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("running_sum", "length 6", "length 24", "k=2", "exact", "majority"))
-    report = json.loads((folder / RESULTS).read_text())
-    assert list(report["results"]) == ["6", "9", "12", "24"]
-    found = report["results"]["9"]["answer"]["exact"]
+    report = json.loads((folder / "eval.json").read_text())
+    lengths = report["task"]["lengths"]
+    assert list(lengths) == ["6", "9", "12", "24"]
+    found = lengths["9"]["answer"]["exact"]
     assert found["num"] == 20 and found["low"] <= found["share"] == found["num_right"] / 20 <= found["high"]
-    assert len(report["results"]["9"]["positions"]["k=1"]) == 9
-    assert report["task"] == SUM.settings() and report["model"]["weights_sha256"]
+    assert len(lengths["9"]["positions"]["k=1"]) == 9
+    assert report["task"]["settings"] == SUM.settings() and report["model"]["weights_sha256"]
     assert (folder / PLOT).read_bytes().startswith(b"\x89PNG")
     again = shlex.split(report["command"])
     assert cli.main([*again[1:], "--out", str(folder / "again")]) == 0
-    assert json.loads((folder / "again" / RESULTS).read_text())["results"] == report["results"]
+    repeated = json.loads((folder / "again" / "eval.json").read_text())
+    assert (repeated["results"], repeated["task"]) == (report["results"], report["task"])
+    assert difference(report, "exact", repeated, "exact").mean == 0.0  # what reads a text's results reads these
+    assert difference(report, "k=2", report, "k=1").unit == "documents"
 
 
 @pytest.mark.parametrize(

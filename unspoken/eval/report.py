@@ -1,12 +1,12 @@
 """What an evaluation found, as a table for people and as eval.json, from which it can be run again."""
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import math
 import platform
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -88,7 +88,7 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
 def write(evaluation: Evaluation, out: Path) -> Path:
     """Write the JSON file, and the plots of a finished run; return the JSON file's path."""
     path = out / (COMPLETE if evaluation.scores.is_complete else PARTIAL)
-    path.write_text(json.dumps(_finite(as_dict(evaluation)), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(finite(as_dict(evaluation)), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if evaluation.scores.is_complete:
         (out / PARTIAL).unlink(missing_ok=True)
         name = Path(evaluation.args.model).name
@@ -105,7 +105,7 @@ def as_dict(evaluation: Evaluation) -> dict:
     return {
         "complete": scores.is_complete,
         "command": shlex.join(rebuilt_command(args)),
-        "results": {loss.name: _result(loss) for loss in evaluation.losses},
+        "results": loss_results(evaluation.losses),
         "depth_curve": evaluation.curve.as_dict() if evaluation.curve else None,
         "num_sequences": int(scores.done.sum()),
         "num_sequences_asked": len(scores.rows),
@@ -119,7 +119,7 @@ def as_dict(evaluation: Evaluation) -> dict:
         },
         "model": model_facts(model, args.model),
         "versions": versions(),
-        "rows": _rows(scores),
+        "rows": row_sums(scores),
     }
 
 
@@ -142,7 +142,12 @@ def versions() -> dict[str, Any]:
     }
 
 
-def _rows(scores: Scores) -> dict:
+def loss_results(losses: Sequence[Loss]) -> dict[str, dict]:
+    """The table's lines, by name."""
+    return {loss.name: {key: value for key, value in vars(loss).items() if key != "name"} for loss in losses}
+
+
+def row_sums(scores: Scores) -> dict:
     """Document, targets and summed nats of each piece of text: what comparing two models on the same text needs."""
     done = [row for row, is_done in zip(scores.rows, scores.done) if is_done]
     return {
@@ -152,18 +157,12 @@ def _rows(scores: Scores) -> dict:
     }
 
 
-def _result(loss: Loss) -> dict:
-    result = dataclasses.asdict(loss)
-    del result["name"]
-    return result
-
-
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no word for infinite or undefined numbers: null."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,5 +1,8 @@
-"""`unspoken eval` of a model that was trained on a task: a table of how often its answer is right, task_eval.json and a
-plot."""
+"""`unspoken eval` of a model that was trained on a task: how often its answer is right, by pass and length.
+
+Its eval.json has the keys that text gives (`results`, `rows`, ...: losses, of the samples of the first length), so that
+two models are compared in the same way, and under `task` the rates of right answers.
+"""
 
 import argparse
 import json
@@ -15,12 +18,12 @@ from unspoken.data.task_windows import task_of
 from unspoken.data.tasks import Task
 from unspoken.errors import UsageError
 from unspoken.eval.plots import plot_task
-from unspoken.eval.report import model_facts, versions
+from unspoken.eval.report import COMPLETE, finite, loss_results, model_facts, row_sums, versions
 from unspoken.eval.tasks import LengthResult, Rate, default_lengths, evaluate_task
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import load_model
 
-RESULTS, PLOT = "task_eval.json", "task_eval.png"
+PLOT = "eval_task.png"
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,6 @@ class TaskEvaluation:
     model: LatentForCausalLM
     task: Task
     results: list[LengthResult]
-
-    @property
-    def names(self) -> list[str]:
-        """`k=1` ... and `exact`."""
-        return list(self.results[0].answers)
 
 
 def evaluate(args: argparse.Namespace, out: Path) -> int:
@@ -53,30 +51,41 @@ def evaluate(args: argparse.Namespace, out: Path) -> int:
             results.append(evaluate_task(model, task, length, *options))
     evaluation = TaskEvaluation(args, model, task, results)
     _print_table(evaluation, Console())
-    (out / RESULTS).write_text(json.dumps(as_dict(evaluation), indent=1) + "\n", encoding="utf-8")
+    path = out / COMPLETE
+    path.write_text(json.dumps(finite(as_dict(evaluation)), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     passes = getattr(model.config, "num_train_passes", 1)
     title = f"{Path(args.model).name}: {task.name}, {passes} pass{'es' * (passes > 1)} in training"
     plot_task(results, task, title, out / PLOT)
-    print(f"written: {out / RESULTS}")
+    print(f"written: {path}")
     return 0
 
 
 def as_dict(evaluation: TaskEvaluation) -> dict[str, Any]:
     """Everything about a run: how to repeat it, on what it ran and what it found."""
-    args, task = evaluation.args, evaluation.task
+    args, task, scores = evaluation.args, evaluation.task, evaluation.results[0].scores
     return {
+        "complete": True,
         "command": shlex.join(_command(args)),
-        "task": task.settings(),
-        "task_fingerprint": task.fingerprint(),
-        "answer": "the last target of a sample" if task.answer == "last" else "all targets of a sample",
-        "num_samples": args.samples,
-        "results": {str(result.length): _result(result) for result in evaluation.results},
+        "results": loss_results(scores.losses()),
+        "depth_curve": None,
+        "task": {
+            "settings": task.settings(),
+            "answer": "the last target of a sample" if task.answer == "last" else "all targets of a sample",
+            "lengths": {str(result.length): _rates(result) for result in evaluation.results},
+        },
+        "num_sequences": args.samples,
+        "data": {
+            "folder": f"{task.name}, length {args.length[0]}",
+            "split": "samples",
+            "fingerprint": f"{task.fingerprint()} {args.length[0]}",
+        },
         "model": model_facts(evaluation.model, args.model),
         "versions": versions(),
+        "rows": row_sums(scores),
     }
 
 
-def _result(result: LengthResult) -> dict[str, Any]:
+def _rates(result: LengthResult) -> dict[str, Any]:
     return {
         "majority": _rate(result.majority),
         "answer": {name: _rate(rate) for name, rate in result.answers.items()},
@@ -104,12 +113,11 @@ def _print_table(evaluation: TaskEvaluation, console: Console) -> None:
     settings = ", ".join(f"{key} {value}" for key, value in task.settings().items() if key != "name")
     console.print(f"{args.model}: {task.name} ({settings})", highlight=False, soft_wrap=True)
     table = Table()
-    table.add_column("passes", no_wrap=True)
-    for result in results:
-        table.add_column(f"length {result.length}", justify="right")
-    for name in evaluation.names:
-        table.add_row(name, *(_cell(result.answers[name]) for result in results))
-    table.add_row("majority", *(f"{100 * result.majority.share:.1f}" for result in results))
+    for header in ("passes", f"loss at {results[0].length}", *(f"length {result.length}" for result in results)):
+        table.add_column(header, justify="left" if header == "passes" else "right")
+    for loss in results[0].scores.losses():
+        table.add_row(loss.name, f"{loss.loss:.4f}", *(_cell(result.answers[loss.name]) for result in results))
+    table.add_row("majority", "", *(f"{100 * result.majority.share:.1f}" for result in results))
     which = "last label" if task.answer == "last" else "whole result"
     table.caption = f"{which} right, % of {args.samples:,} samples; in brackets the 95 % interval"
     console.print(table)

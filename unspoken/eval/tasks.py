@@ -1,4 +1,5 @@
-"""How often a latent model is right on a task: at each position and in its answer, for every number of passes.
+"""How often a latent model is right on a task, at each position and in its answer, and its loss: for every number of
+passes.
 
 What a position says is the head's first choice there, given the sample up to it: for a task that labels each position
 that is all of decoding. `k=n` are parallel passes, `exact` is the sequential recurrence, which decoding computes; it
@@ -17,9 +18,9 @@ from torch import Tensor
 from unspoken.data.task_windows import evaluation_samples
 from unspoken.data.tasks import NO_TARGET, PAD_ID, Sample, Task
 from unspoken.errors import UsageError
-from unspoken.eval.perplexity import EXACT
+from unspoken.eval.perplexity import EXACT, Scores, prepare_scores, row_nats
+from unspoken.eval.rows import Row
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.models.recycler import RecyclerForCausalLM
 
 Z95 = 1.959964  # of the normal distribution, for two-sided 95 %
 
@@ -46,15 +47,27 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class SampleRow(Row):
+    """A sample as a row of `Scores`: each is its own document."""
+
+    targets: np.ndarray
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.targets != NO_TARGET).sum())
+
+
+@dataclass(frozen=True)
 class LengthResult:
     """What was found with samples of one length. `answers`: of each of `k=1` ... `exact`, the samples whose answer is
     right; `positions`: of each, the rate at the samples' first target, second, ...; `majority`: the rate of always
-    giving the most frequent answer."""
+    giving the most frequent answer; `scores`: the losses."""
 
     length: int
     answers: dict[str, Rate]
     positions: dict[str, list[Rate]]
     majority: Rate
+    scores: Scores
 
 
 def default_lengths(task: Task) -> list[int]:
@@ -77,52 +90,58 @@ def evaluate_task(
     Raises:
         UsageError: a count that is less than 1, samples longer than the model's context.
     """
-    counts = {"length": length, "samples": num_samples, "num_passes": num_passes, "batch_size": batch_size}
-    for name, count in counts.items():
-        if count < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {count}; it must be at least 1")
-    context = getattr(model.config.text_config, "max_position_embeddings", None)
-    if context and task.num_tokens(length) > context:
-        raise UsageError(f"samples of length {length} take {task.num_tokens(length)} tokens; the context is {context}")
+    _check(model, task, {"length": length, "samples": num_samples, "num-passes": num_passes, "batch-size": batch_size})
     samples = evaluation_samples(task, length, num_samples)
-    if not isinstance(model, RecyclerForCausalLM):
-        num_passes, exact = 1, False
-    batches = [samples[start : start + batch_size] for start in range(0, num_samples, batch_size)]
-    right: dict[str, list[np.ndarray]] = {}  # of each sample, bool [its targets]
-    for batch in batches:
-        for name, rows in _right(model, batch, num_passes, exact).items():
-            right.setdefault(name, []).extend(rows)
-    answers = {name: _answer_rate(task, rows) for name, rows in right.items()}
-    positions = {name: _position_rates(rows) for name, rows in right.items()}
-    return LengthResult(length, answers, positions, _majority(task, samples))
+    rows = [SampleRow(sample.tokens, number, 0.0, sample.targets) for number, sample in enumerate(samples)]
+    scores = prepare_scores(model, rows, num_passes, exact)
+    right: dict[str, list[np.ndarray]] = {name: [] for name in scores.names}  # of each sample, bool [its targets]
+    for start in range(0, num_samples, batch_size):
+        part = slice(start, start + batch_size)
+        for name, (is_right, nats) in _score(model, samples[part], scores.names).items():
+            right[name] += is_right
+            scores.nats[name][part] = nats
+        scores.done[part] = True
+    answers = {name: _answer_rate(task, found) for name, found in right.items()}
+    positions = {name: _position_rates(found) for name, found in right.items()}
+    return LengthResult(length, answers, positions, _majority(task, samples), scores)
+
+
+def _check(model: LatentForCausalLM, task: Task, counts: dict[str, int]) -> None:
+    for option, count in counts.items():
+        if count < 1:
+            raise UsageError(f"--{option} is {count}; it must be at least 1")
+    context = getattr(model.config.text_config, "max_position_embeddings", None)
+    length, needed = counts["length"], task.num_tokens(counts["length"])
+    if context and needed > context:
+        raise UsageError(f"samples of length {length} take {needed} tokens; the model's context is {context}")
 
 
 @torch.no_grad()
-def _right(
-    model: LatentForCausalLM, samples: Sequence[Sample], num_passes: int, exact: bool
-) -> dict[str, list[np.ndarray]]:
-    """Which targets of each sample are met, for `k=1` ... `k=num_passes` and `exact`. The model's mode is kept."""
+def _score(
+    model: LatentForCausalLM, samples: Sequence[Sample], names: Sequence[str]
+) -> dict[str, tuple[list[np.ndarray], np.ndarray]]:
+    """Which targets of each sample are met, and its summed nats, for `k=1` ... `exact`. The model's mode is kept."""
     was_training = model.training
     model.eval()
-    ids = _padded(samples).to(model.device)
+    ids = _padded([sample.tokens for sample in samples], PAD_ID).to(model.device)
+    targets = _padded([sample.targets for sample in samples], NO_TARGET).to(model.device)
+    num_passes = sum(name != EXACT for name in names)
     outputs = model.model(ids, num_passes=num_passes, use_cache=False)
-    hidden = {f"k={k}": states for k, states in enumerate(outputs.pass_hidden_states, start=1)}
-    if exact:
-        outputs = model.model(ids, num_passes=EXACT, use_cache=False)
-        hidden[EXACT] = outputs.last_hidden_state
+    hidden = dict(zip(names, outputs.pass_hidden_states))
+    if EXACT in names:
+        hidden[EXACT] = model.model(ids, num_passes=EXACT, use_cache=False).last_hidden_state
     model.train(was_training)
-    targets = [(sample.targets != NO_TARGET).nonzero()[0] for sample in samples]
-    said = {name: model.transform(model.lm_head(states)).argmax(-1).cpu().numpy() for name, states in hidden.items()}
-    return {
-        name: [row[places] == sample.targets[places] for row, places, sample in zip(rows, targets, samples)]
-        for name, rows in said.items()
-    }
+    found = {}
+    for name, states in hidden.items():
+        said = model.transform(model.lm_head(states)).argmax(-1)
+        is_right = [row[wanted != NO_TARGET].cpu().numpy() for row, wanted in zip(said == targets, targets)]
+        found[name] = is_right, row_nats(model, states, targets).cpu().numpy()
+    return found
 
 
-def _padded(samples: Sequence[Sample]) -> Tensor:
-    """Token ids [B, T]. Pads stand on the right, where nothing that is looked at can see them: no mask is needed."""
-    rows = [torch.from_numpy(sample.tokens) for sample in samples]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD_ID)
+def _padded(rows: Sequence[np.ndarray], value: int) -> Tensor:
+    """int64 [B, T]. Pads stand on the right, where nothing that is looked at can see them: no mask is needed."""
+    return torch.nn.utils.rnn.pad_sequence(list(map(torch.from_numpy, rows)), batch_first=True, padding_value=value)
 
 
 def _answer_rate(task: Task, rows: Sequence[np.ndarray]) -> Rate:
