@@ -72,11 +72,20 @@ def _run(pipeline: Pipeline, plan: Plan, selected: Sequence[str], jobs: int, con
 
 
 def _show(results: Results, console: Console) -> None:
-    for headers, rows in (loss_rows(results), comparison_rows(results, only_found=True)):
-        table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-        for i, header in enumerate(headers):
-            table.add_column(f"{header} ", justify="left" if i == 0 else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*(f"{escape(cell.text if isinstance(cell, Cell) else cell)} " for cell in row))
-        if rows:
-            console.print(table)
+    """Both tables in short; table.md has them whole."""
+    _print(console, *loss_rows(results), skip=("6ND", "bits per byte"))
+    headers, rows = comparison_rows(results, only_found=True)
+    named = [[row[0] or row[1], *row[1:]] for row in rows]
+    _print(console, headers, named, skip=("comparison", "deviation"))
+
+
+def _print(console: Console, headers: Sequence[str], rows: Sequence[Sequence[str | Cell]], skip: Sequence[str]) -> None:
+    kept = [i for i, header in enumerate(headers) if header not in skip]
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for i in kept:
+        table.add_column(f"{headers[i]} ", justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        texts = [cell.text if isinstance(cell, Cell) else cell for cell in row]
+        table.add_row(*(f"{escape(texts[i])} " for i in kept))
+    if rows:
+        console.print(table)

@@ -21,7 +21,7 @@ from unspoken.train.run import MODEL
 START_SECONDS = 6.0  # of a command, before it does anything
 SECONDS_PER_PASS_TOKEN = 1.2e-4  # of the small model of recipes/demo, trained on one core
 QUICK_TEXT = TextSection(corpus=("stdlib",), tokenizer="bpe:512")
-QUICK_EVAL = {"sequence_length": 64, "max_sequences": 8, "batch_size": 8}
+QUICK_EVAL = {"sequence_length": 64, "max_sequences": 8, "batch_size": 8, "samples": 20}
 QUICK_DEPTH = 6
 
 
@@ -77,12 +77,19 @@ class Plan:
 
     def evaluate(self, run: Run) -> Command:
         wanted, folder = self.eval, self.evaluation_folder(run)
-        words = ["eval", str(self.out / "runs" / run.name / MODEL), "--data", str(run.values["data"]["path"])]
-        for option in ("num_passes", "depth", "split", "sequence_length", "max_sequences", "batch_size"):
+        words = ["eval", str(self.out / "runs" / run.name / MODEL)]
+        options = ["num_passes", "samples"]
+        tokens = wanted.samples * sum(wanted.lengths)
+        if run.values["data"].get("task"):
+            words += _repeated("--length", [str(length) for length in wanted.lengths])
+        else:
+            words += ["--data", str(run.values["data"]["path"])]
+            options = ["num_passes", "depth", "split", "sequence_length", "max_sequences", "batch_size"]
+            tokens = wanted.max_sequences * wanted.sequence_length
+        for option in options:
             words += [f"--{option.replace('_', '-')}", str(getattr(wanted, option))]
         words += [] if wanted.exact else ["--no-exact"]
         passes = (max(wanted.num_passes, wanted.depth) + 2 * wanted.exact) if run.num_passes > 1 else 1
-        tokens = wanted.max_sequences * wanted.sequence_length
         seconds = START_SECONDS + tokens * passes * SECONDS_PER_PASS_TOKEN
         return Command(f"{run.name}-eval", (*words, "--out", str(folder)), folder, seconds, needs=(run.name,))
 

@@ -1,6 +1,7 @@
 """A study's table.md, plots and report.html from its results."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from unspoken.analysis.figures import Estimate, Frame, Series, interval_plot, li
 from unspoken.analysis.numbers import number, short_count
 from unspoken.analysis.page import Block, Cell, Code, Figures, Finding, Folded, Section, Table, Text, page
 from unspoken.analysis.report import SMALL_SPAN, curves, settings
+from unspoken.paper.answers import CAPTION, answer_tables, lengths, plot_answers
 from unspoken.paper.pipeline import Pipeline, duration
-from unspoken.paper.results import Found, Results, decoding_loss, mean_curve, mean_loss
+from unspoken.paper.results import COUNTED, Found, Results, decoding_loss, mean_curve, mean_loss
 
 RESULTS, TABLE, REPORT = "results.json", "table.md", "report.html"
 MAX_FINDINGS = 6  # sentences at the top of a report
@@ -23,6 +25,7 @@ READ_WITH_CARE = (
     "seeds agree on the sign."
 )
 Plot = tuple[str, str, str]  # file name, SVG, caption
+Rows = tuple[Sequence[str], Sequence[Sequence[str | Cell]]]  # headers and rows
 
 
 def write_results(results: Results, pipeline: Pipeline, out: Path) -> list[Path]:
@@ -43,13 +46,14 @@ def plots(results: Results) -> list[Plot]:
         "cost": _cost,
         "curves": _curves,
         "budgets": _budgets,
+        "answers": _answers,
     }
     return [plot for kind in results.study.file.plots for plot in makers[kind](results)]
 
 
 def loss_rows(results: Results) -> tuple[list[str], list[list[str]]]:
     """Headers and rows of the table of arms: cost and losses, averaged over seeds."""
-    headers = ["arm", "tokens", "FLOPs", "CPU s", *results.loss_names, "bits per byte", "seeds"]
+    headers = ["arm", "tokens", "FLOPs", "6ND", "CPU s", *results.loss_names, "bits per byte", "seeds"]
     rows = []
     for budget in results.budgets:
         for arm in results.arms:
@@ -62,6 +66,7 @@ def loss_rows(results: Results) -> tuple[list[str], list[list[str]]]:
             rows.append([
                 arm,
                 short_count(results.cumulative(first, "tokens")),
+                _flops(results.cumulative(first, COUNTED)),
                 _flops(results.cumulative(first, "train_flops")),
                 f"{seconds:.0f}",
                 *(number(loss["mean"]) if loss else "" for loss in losses),
@@ -94,7 +99,8 @@ def markdown(results: Results) -> str:
     lines = [f"# {study.title}", "", study.question, ""]
     if results.plan.arms.is_quick:
         lines += [QUICK, ""]
-    for headers, rows in (loss_rows(results), comparison_rows(results)):
+    tables: list[Rows] = [loss_rows(results), *answer_tables(results), comparison_rows(results)]
+    for headers, rows in tables:
         lines += [_line(headers), "|" + "---|" * len(headers), *map(_line, rows), ""]
     missing = [f"- {result.run.name}: {result.missing}" for result in results.all if not result.is_done]
     lines += ["Not among the results:", *missing, ""] if missing else []
@@ -111,7 +117,8 @@ def _caption(results: Results) -> str:
     text = f"95 % intervals, paired, over {found.num_units} {found.unit} of held-out text. " if found else ""
     return (
         "Loss in nats per token, averaged over seeds. k=n: n parallel passes; exact: the recurrence that decoding "
-        f"runs. {text}FLOPs: 6 × parameters × tokens × passes, of all stages of training."
+        f"runs. {text}FLOPs of all stages of training, counted from the modules and the passes that ran; 6ND: 6 × "
+        "parameters × tokens × passes. CPU s: of training."
     )
 
 
@@ -127,6 +134,7 @@ def _html(results: Results, drawn: Sequence[Plot], pipeline: Pipeline) -> str:
     sections = [
         Section("", [*quick, *_findings(results)]),
         Section("Arms", arms),
+        *(Section("Right answers", [Table(*answers, CAPTION)]) for answers in answer_tables(results)),
         Section("Differences", [Table(*comparison_rows(results)), Text(READ_WITH_CARE, "soft")]),
         Section("Plots", [Figures([(svg, caption) for _, svg, caption in drawn])]),
         Section("In the paper", [Code(_yaml(study.paper))] if study.paper else [Text("Nothing recorded.", "soft")]),
@@ -211,7 +219,7 @@ def _cost(results: Results) -> list[Plot]:
         losses = [decoding_loss(runs) for runs, _ in ends]
         if None in losses:
             continue
-        flops = [results.cumulative(next(iter(runs.values())), "train_flops") for runs, _ in ends]
+        flops = [results.cumulative(next(iter(runs.values())), COUNTED) for runs, _ in ends]
         name = f"{found.comparison.name}: {ends[0][1]} to {ends[1][1]}"
         series.append(Series(name, flops, [loss for loss in losses if loss is not None], colour, markers=True))
     if not series:
@@ -243,12 +251,16 @@ def _budgets(results: Results) -> list[Plot]:
     return [("budgets", line_plot([Series("", level=0.0), *series], frame), "")]
 
 
+def _answers(results: Results) -> list[Plot]:
+    return [("answers", plot_answers(results), CAPTION)] if lengths(results) else []
+
+
 def _with_budget(found: Found) -> str:
     return str(found.comparison) + (f" at {short_count(found.budget)} tokens" if found.budget else "")
 
 
 def _flops(value: float) -> str:
-    return f"{value:.2e}".replace("e+", "e")
+    return f"{value:.2e}".replace("e+", "e") if math.isfinite(value) else ""
 
 
 def _yaml(values: object) -> str:

@@ -3,6 +3,7 @@
 A run that failed or was not run yet is listed as such, and the rest is compared.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 from unspoken.analysis.compare import Evaluation, deployed
+from unspoken.analysis.flops import RunFlops, run_flops
 from unspoken.analysis.runs import EVALUATION, RESOLVED, SUMMARY, read_run
 from unspoken.analysis.runs import Run as RunFolder
 from unspoken.analysis.seeds import SeedDifference, seed_difference
@@ -19,7 +21,7 @@ from unspoken.paper.arms import Run
 from unspoken.paper.command import Record
 from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.plan import Plan
-from unspoken.paper.study import Comparison, Study
+from unspoken.paper.study import Comparison, Study, Term
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,17 @@ class Result:
         return not self.missing
 
     def total(self, key: str) -> Any:
-        """A count of summary.json."""
+        """A count of summary.json, or `counted_flops`: those of `analysis/flops.py` (nan: they cannot be counted)."""
+        if key == COUNTED:
+            return self.flops.counted if self.flops else math.nan
         return ((self.folder.summary if self.folder else None) or {}).get(key, 0)
+
+    @cached_property
+    def flops(self) -> RunFlops | None:
+        try:
+            return run_flops(self.folder.folder) if self.folder else None
+        except UnspokenError:
+            return None
 
     @cached_property
     def losses(self) -> dict[str, dict[str, Any]]:
@@ -123,12 +134,20 @@ class Results:
             if not runs:
                 return Found(comparison, budget, None, f"{term.arm} has no finished run")
             evaluations = {seed: result.evaluation or {} for seed, result in runs.items()}
-            sides.append((evaluations, {seed: term.loss or deployed(one) for seed, one in evaluations.items()}))
+            sides.append((evaluations, {seed: self._loss(term, one) for seed, one in evaluations.items()}))
         try:
             difference = seed_difference(*sides[0], *sides[1])
         except UnspokenError as error:
             return Found(comparison, budget, None, str(error))
         return Found(comparison, budget, difference, "" if difference else "the two arms share no seed")
+
+    def _loss(self, term: Term, evaluation: Evaluation) -> str:
+        """The loss that a term means; with --quick no deeper than was measured."""
+        if term.loss is None:
+            return deployed(evaluation)
+        if self.plan.arms.is_quick and term.loss != EXACT:
+            return f"k={min(int(term.loss[2:]), max(self.plan.eval.num_passes, self.plan.eval.depth))}"
+        return term.loss
 
     def _run_dict(self, result: Result) -> dict[str, Any]:
         run = result.run
@@ -136,16 +155,18 @@ class Results:
         values = {"run": run.name, "arm": run.arm, "seed": run.seed, "budget": run.budget, "after": run.after}
         if not result.is_done:
             return {**values, "status": result.missing, "recipe": recipe}
-        counts = {key: result.total(key) for key in COUNTS}
+        counts = {key: _finite(result.total(key)) for key in COUNTS}
         return {
             **values,
             "status": "finished",
             "note": "; ".join(record.note for record in result.records if record.note),
             **counts,
-            "cumulative": {key: self.cumulative(result, key) for key in SUMMED},
+            "decode_flops_per_token": result.flops.decode_per_token if result.flops else None,
+            "cumulative": {key: _finite(self.cumulative(result, key)) for key in SUMMED},
             "command_cpu_seconds": sum(record.cpu_seconds for record in result.records),
             "losses": result.losses,
             "depth_curve": (result.evaluation or {}).get("depth_curve"),
+            "task": (result.evaluation or {}).get("task"),
             "made_with": recipe.pop("made_with", None),
             "recipe": recipe,
         }
@@ -156,13 +177,14 @@ class Results:
             "arm": arm,
             "budget": budget,
             "seeds": list(runs),
-            **{key: mean(self.cumulative(run, key) for run in runs.values()) for key in SUMMED if runs},
+            **{key: _finite(mean(self.cumulative(run, key) for run in runs.values())) for key in SUMMED if runs},
             "losses": {name: loss for name in self.loss_names if (loss := mean_loss(runs, name))},
         }
 
 
-COUNTS = ("tokens", "pass_tokens", "num_parameters", "compute_parameters", "train_flops", "train_cpu_seconds")
-SUMMED = ("tokens", "pass_tokens", "train_flops", "train_cpu_seconds")
+COUNTED = "counted_flops"
+SUMMED = ("tokens", "pass_tokens", "train_flops", COUNTED, "train_cpu_seconds")
+COUNTS = (*SUMMED, "num_parameters", "compute_parameters")
 
 
 def mean_loss(runs: Mapping[int, Result], name: str) -> dict[str, float] | None:
@@ -200,6 +222,11 @@ def _read(run: Run, plan: Plan, pipeline: Pipeline) -> Result:
         return Result(run, missing="; ".join(folder.missing + evaluated.missing))
     records = [record for command in (train, evaluate) if (record := pipeline.record(command.name))]
     return Result(run, folder, evaluated.evaluation, records)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for what is not a number."""
+    return value if math.isfinite(value) else None
 
 
 def _comparison_dict(found: Found) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from unspoken.train.recipe_file import Origins, read_yaml
 
 STUDY = "study.yaml"
 FOLDERS = (Path("recipes/paper"), Path(unspoken.__file__).parents[1] / "recipes/paper")
+Plot = Literal["differences", "depth", "cost", "curves", "budgets", "answers"]
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 _TERM = re.compile(r"(\S+)(?: (k=[1-9]\d*|exact))?")
 
@@ -41,10 +42,13 @@ class TextSection(Section):
 
 
 class EvalSection(Section):
-    """What `unspoken eval` is asked for. `depth`: how far the depth curve goes, 0 for none."""
+    """What `unspoken eval` is asked for. `depth`: how far the depth curve goes, 0 for none. `lengths` (its own default
+    where there is none) and `samples` are for a task, those after them for text."""
 
     num_passes: Count = 3
     exact: bool = True
+    lengths: tuple[Count, ...] = ()
+    samples: Count = 1000
     depth: CountOrNone = 0
     split: Literal["val", "test"] = "val"
     sequence_length: Count = 256
@@ -71,7 +75,7 @@ class StudyFile(Section):
     baseline: str | None = None
     compare: dict[str, str] = Field(default_factory=dict)
     eval: EvalSection = EvalSection()
-    plots: tuple[Literal["differences", "depth", "cost", "curves", "budgets"], ...] = ("differences", "curves")
+    plots: tuple[Plot, ...] = ("differences", "curves")
     quick_arms: list[str] | None = None
     cpu_seconds: Count | None = None
     paper: dict[str, Any] = Field(default_factory=dict)
