@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_convert, _data, _train, _eval, _generate, _chat, _verify, _paper):
+    for add in (_convert, _data, _train, _launch, _export, _eval, _generate, _chat, _verify, _paper):
         add(commands)
     return parser
 
@@ -133,6 +133,29 @@ def _train(commands) -> None:
     )
     p.add_argument("recipe", help="YAML file; see recipes/")
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
+
+
+def _launch(commands) -> None:
+    p = _command(
+        commands,
+        "launch",
+        "unspoken.launch:main",
+        "Train in several processes, started again when one dies: unspoken launch --processes 2 -- train RECIPE ...",
+    )
+    p.add_argument("--processes", type=int, help="on this machine (default: one for each GPU)")
+    p.add_argument("--max-restarts", type=int, default=3, help="how often all are started again after a failure")
+    p.add_argument("--nodes", type=int, default=1, help="machines; run the same command on each")
+    p.add_argument("--rendezvous", metavar="HOST:PORT", help="where the machines meet: a free port of one of them")
+    p.add_argument("--run-id", help="a name that the machines of one run share")
+    p.add_argument("command", nargs=argparse.REMAINDER, help="-- train RECIPE.yaml ...")
+
+
+def _export(commands) -> None:
+    p = _command(commands, "export", "unspoken.train.export:main", "Write a run's checkpoint as a model folder.")
+    p.add_argument("run", help="folder of a training run")
+    p.add_argument("--checkpoint", default="newest", help="`newest` (default), `best`, or a step")
+    p.add_argument("--out", required=True, help="folder to write (safetensors)")
+    p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
 
 
 def _eval(commands) -> None:

@@ -14,6 +14,8 @@ import os
 import platform
 import shlex
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 RESOLVED, SUMMARY, MODEL, TOKENIZER = "resolved.yaml", "summary.json", "model", "tokenizer"
+GAVE_UP = "gave-up.txt"
 PACKAGES = ("unspoken", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 MAY_CHANGE = {  # between a run and its resumption: they touch neither weights nor curves
     "run.out", "run.device", "run.report_to", "train.eval_every", "train.save_every", "train.keep_last",
@@ -59,8 +62,8 @@ def train(recipe: Recipe, resume: bool = False, source: str = "the recipe") -> i
     from unspoken.train.parallel import joined_ranks, local_device
 
     device = pick_device(local_device(recipe.run.device))
-    with joined_ranks(device) as ranks:
-        ranks.on_main(lambda: _claim(folder, resume))
+    with joined_ranks(device) as ranks, _giving_up(folder, ranks):
+        ranks.on_main(lambda: claim(folder, resume))
         try:
             loop = _start(recipe, resume, device, ranks)
         except UsageError as error:
@@ -78,6 +81,29 @@ def train(recipe: Recipe, resume: bool = False, source: str = "the recipe") -> i
     if ranks.is_main:
         print(f"stopped at step {loop.progress.step}; go on with\n  {_resume_command(folder)}")
     return INTERRUPTED
+
+
+@contextmanager
+def _giving_up(folder: Path, ranks: "Ranks") -> Iterator[None]:
+    """An error that all processes meet would meet them again after a restart: say so, and do not try.
+
+    Raises:
+        UnspokenError: after a restart, what ended the run before it.
+    """
+    note = folder / GAVE_UP
+
+    def look() -> None:
+        if is_restart() and note.is_file():
+            raise UnspokenError(note.read_text(encoding="utf-8"))
+        note.unlink(missing_ok=True)
+
+    ranks.on_main(look)
+    try:
+        yield
+    except UnspokenError as error:
+        if error.said_by_main and ranks.is_main and ranks.size > 1 and folder.is_dir():
+            note.write_text(str(error), encoding="utf-8")
+        raise
 
 
 def is_restart() -> bool:
@@ -164,7 +190,7 @@ def _write_summary(loop: "TrainingLoop", is_finished: bool) -> None:
         (loop.recipe.run.out / SUMMARY).write_text(text + "\n", encoding="utf-8")
 
 
-def _claim(folder: Path, resume: bool) -> None:
+def claim(folder: Path, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"run.out: {folder} is a file")
     if not resume and folder.is_dir() and any(folder.iterdir()):
