@@ -1,21 +1,18 @@
 """The demo's report: what was found first, then the plots behind it, then every setting."""
 
 import json
-import os
-import platform
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from findings import QUICK_SIZES, Comparison
 
 from unspoken.analysis.compare import Difference, Outcome, verdict
 from unspoken.analysis.figures import Estimate, Frame, interval_plot
 from unspoken.analysis.numbers import signed
 from unspoken.analysis.page import Block, Cards, Cell, Code, Figures, Finding, Folded, Section, Table, Text, page
-from unspoken.analysis.report import checks, curves, depths, gap, loss_table, samples, settings
+from unspoken.analysis.report import checks, curves, depths, gap, loss_table, machine, samples, settings, text_sources
 from unspoken.analysis.runs import VERIFICATION, Run, read_run
 from unspoken.paper.command import Command, Record
 from unspoken.paper.pipeline import Pipeline, duration
@@ -197,15 +194,12 @@ def _made(out: Path, comparisons: Sequence[Comparison], pipeline: Pipeline) -> l
     ]
     total = sum(record.cpu_seconds for _, record in records)
     versions = comparisons[0].recycler.evaluation["versions"]
-    processor = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
-    machine = f"{processor}, {os.cpu_count()} cores, {platform.system()}; one thread a command; "
-    machine += ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch_threads")
     typed = "\n".join(pipeline.typed(record.words) for _, record in records)
     arms = [arm for comparison in comparisons for arm in (comparison.plain, comparison.recycler, comparison.plain_2x)]
     recipes = {arm.run.folder: replace(arm.run, name=arm.run.folder.name) for arm in arms}
     return [
-        Text(machine, "soft"),
-        _sources(out),
+        Text(machine(versions), "soft"),
+        text_sources(out / "data"),
         Folded("The commands, in order", [Code(typed)]),
         Folded(
             "What each cost",
@@ -214,17 +208,3 @@ def _made(out: Path, comparisons: Sequence[Comparison], pipeline: Pipeline) -> l
         Folded("Every loss", [loss_table(_evaluated(comparison)) for comparison in comparisons]),
         *settings(list(recipes.values())),
     ]
-
-
-def _sources(out: Path) -> Block:
-    manifest = json.loads((out / "data" / "manifest.json").read_text(encoding="utf-8"))
-    lines = []
-    for source in manifest["sources"]:
-        counts = manifest["counts"].get(source["name"], {})
-        num_bytes = sum(split["bytes"] for split in counts.values())
-        what = f"{source.get('package', 'this Python')} {source.get('version', '')}"
-        lines.append(
-            [source["name"], Cell(what, "text"), Cell(source.get("licence", ""), "text"), f"{num_bytes / 1e6:.1f}"]
-        )
-    splits = ", ".join(f"{name} {counts['tokens']:,}" for name, counts in manifest["splits"].items())
-    return Table(["text", "package", "licence", "MB"], lines, f"Tokens of the small models' tokenizer: {splits}.")

@@ -131,6 +131,7 @@ def interval_plot(estimates: Sequence[Estimate], frame: Frame) -> str:
                           fontsize=9)  # fmt: skip
         axes.set_yticks(range(len(estimates)), [one.name for one in estimates])
         axes.tick_params(axis="y", length=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_ylim(len(estimates) - 0.5, -0.75)
         axes.margins(x=0.12)
         _finish_axes(axes, frame)

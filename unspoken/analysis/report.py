@@ -4,12 +4,16 @@ Each function takes what was read by `runs.py` and leaves out what is not there,
 follow the order of the runs.
 """
 
+import json
 import math
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from unspoken.analysis.figures import Frame, Series, line_plot
@@ -182,6 +186,31 @@ def settings(runs: Sequence[Run]) -> list[Block]:
         for run in runs
         if run.recipe
     ]
+
+
+def machine(versions: dict[str, Any]) -> str:
+    """What an evaluation ran on, with its packages' versions."""
+    processor = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
+    packages = [f"{name} {version}" for name, version in versions.items() if name != "torch_threads"]
+    return ", ".join([f"{processor}, {os.cpu_count()} cores, {platform.system()}; one thread a command", *packages])
+
+
+def text_sources(folder: Path) -> Block:
+    """What a folder of prepared text was made of."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return Text(f"{folder / 'manifest.json'} cannot be read: {error}", "note")
+    lines: list[list[str | Cell]] = []
+    for source in manifest["sources"]:
+        counts = manifest["counts"].get(source["name"], {})
+        num_bytes = sum(split["bytes"] for split in counts.values())
+        what = f"{source.get('package', 'this Python')} {source.get('version', '')}"
+        lines.append(
+            [source["name"], Cell(what, "text"), Cell(source.get("licence", ""), "text"), f"{num_bytes / 1e6:.1f}"]
+        )
+    splits = ", ".join(f"{name} {counts['tokens']:,}" for name, counts in manifest["splits"].items())
+    return Table(["text", "package", "licence", "MB"], lines, f"Tokens of its own tokenizer: {splits}.")
 
 
 def absent(runs: Sequence[Run]) -> list[Block]:

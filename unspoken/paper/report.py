@@ -9,10 +9,11 @@ from pathlib import Path
 import yaml
 
 from unspoken.analysis.figures import Estimate, Frame, Series, interval_plot, line_plot
-from unspoken.analysis.numbers import number, short_count
+from unspoken.analysis.numbers import number, short_count, signed
 from unspoken.analysis.page import Block, Cell, Code, Figures, Finding, Folded, Section, Table, Text, page
-from unspoken.analysis.report import SMALL_SPAN, curves, settings
+from unspoken.analysis.report import SMALL_SPAN, curves, machine, settings, text_sources
 from unspoken.paper.answers import CAPTION, answer_tables, lengths, plot_answers
+from unspoken.paper.arms import DATA
 from unspoken.paper.pipeline import Pipeline, duration
 from unspoken.paper.results import COUNTED, Found, Results, decoding_loss, mean_curve, mean_loss
 
@@ -81,7 +82,7 @@ def comparison_rows(results: Results, only_found: bool = False) -> tuple[list[st
     headers = ["", "comparison", "difference [95 % over text]", "by seed", "deviation"]
     rows: list[list[str | Cell]] = []
     for found in results.found:
-        what = [found.comparison.name, _with_budget(found)]
+        what: list[str | Cell] = [found.comparison.name, Cell(_with_budget(found), "text")]
         if found.difference is None:
             if not only_found:
                 rows.append([*what, Cell(found.missing, "text"), "", ""])
@@ -124,7 +125,8 @@ def _caption(results: Results) -> str:
 
 def _html(results: Results, drawn: Sequence[Plot], pipeline: Pipeline) -> str:
     study = results.study.file
-    missing = [Text(f"{r.run.name}: {r.missing}", "note") for r in results.all if not r.is_done]
+    absent = "; ".join(f"{result.run.name} {result.missing}" for result in results.all if not result.is_done)
+    missing = [Text(f"Not among the results: {absent}.", "note")] if absent else []
     quick = [Text(QUICK, "note")] if results.plan.arms.is_quick else []
     headers, rows = loss_rows(results)
     arms: list[Block] = [
@@ -145,14 +147,17 @@ def _html(results: Results, drawn: Sequence[Plot], pipeline: Pipeline) -> str:
 
 def _findings(results: Results) -> list[Block]:
     """The named comparisons, a sentence each."""
-    words = {"better": "is better", "worse": "is worse", "unclear": "cannot be told from the other"}
+    words = {"better": "is better than", "worse": "is worse than", "unclear": "cannot be told from"}
     named = [found for found in results.found if found.comparison.name and found.difference]
     blocks: list[Block] = []
     for found in named[:MAX_FINDINGS]:
         assert found.difference is not None
         outcome = found.difference.outcome.value
-        text = f"{found.comparison.name}: {_with_budget(found)}: {found.comparison.of} {words[outcome]}, "
-        blocks.append(Finding(f"{text}{found.difference.mean} nats per token.", outcome, str(found.difference)))
+        of, minus = found.comparison
+        at = f" at {short_count(found.budget)} tokens" if found.budget else ""
+        text = f"{found.comparison.name}{at}: {of} {words[outcome]} {minus}, {found.difference.mean} nats per token."
+        seeds = ", ".join(signed(one.mean) for one in found.difference.by_seed.values())
+        blocks.append(Finding(text, outcome, f"Seed by seed: {seeds}." if len(found.difference.by_seed) > 1 else ""))
     return blocks
 
 
@@ -166,7 +171,10 @@ def _made(results: Results, pipeline: Pipeline) -> list[Block]:
     typed = "\n".join(pipeline.typed(record.words) for _, record in records)
     firsts = [next(iter(runs.values())) for arm in results.arms if (runs := results.of(arm, results.budgets[0]))]
     total = sum(record.cpu_seconds for _, record in records)
+    versions: list[dict] = [one.evaluation.get("versions", {}) for one in firsts if one.evaluation]
     return [
+        Text(machine(versions[0] if versions else {}), "soft"),
+        *([text_sources(results.plan.out / DATA)] if results.plan.arms.makes_text else []),
         Folded("The commands", [Code(typed)]),
         Folded("What each cost", [Table(["command", "wall", "CPU seconds", ""], lines, f"{total:.0f} CPU seconds.")]),
         *settings([replace(one.folder, name=one.run.name) for one in firsts if one.folder]),
@@ -225,7 +233,13 @@ def _cost(results: Results) -> list[Plot]:
     if not series:
         return []
     frame = Frame("Loss against all training compute", "cumulative training FLOPs", "nats per token", x_counts=True)
-    return [("cost", line_plot(series, frame), "From the plain model's end of each pair to the recycling one's.")]
+    return [
+        (
+            "cost",
+            line_plot(series, frame),
+            "Each line leads from the arm after the minus sign to the one before.",
+        )
+    ]
 
 
 def _curves(results: Results) -> list[Plot]:
