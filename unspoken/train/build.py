@@ -24,6 +24,7 @@ from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import load_source
 from unspoken.train.recipe import METHOD_FIELDS, ModelSection, Recipe, SourceSection
 
+UNDECLARED = ("head_dim",)  # read by the layers of families whose configuration does not name it (qwen3_moe)
 HELD_OUT_SEED = 0  # not the run's: two arms of a comparison are measured on the same windows
 
 
@@ -136,7 +137,7 @@ def _new(section: ModelSection, data: Data) -> LatentForCausalLM:
             f"model.backbone.model_type: unknown family {model_type!r}{nearest(model_type, list(FAMILIES))}"
         )
     config_class: Any = CONFIG_MAPPING[model_type]
-    known = [*config_class.__dataclass_fields__, *config_class.attribute_map]
+    known = [*config_class.__dataclass_fields__, *config_class.attribute_map, *UNDECLARED]
     for key in fields:
         if key not in known:  # transformers would keep it as an attribute that nothing reads
             raise UsageError(f"model.backbone.{key}: {model_type} has no such key{nearest(key, known)}")
