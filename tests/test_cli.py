@@ -40,6 +40,7 @@ def test_the_commands_are_frozen():
         "generate",
         "chat",
         "verify",
+        "paper",
     }
 
 
