@@ -8,6 +8,7 @@ import argparse
 import json
 import shlex
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.table import Table
 from unspoken.data.task_windows import task_of
 from unspoken.data.tasks import Task
 from unspoken.errors import UsageError
+from unspoken.eval.perplexity import Loss
 from unspoken.eval.plots import plot_task
 from unspoken.eval.report import COMPLETE, finite, loss_results, model_facts, row_sums, versions
 from unspoken.eval.tasks import LengthResult, Rate, default_lengths, evaluate_task
@@ -34,6 +36,11 @@ class TaskEvaluation:
     model: LatentForCausalLM
     task: Task
     results: list[LengthResult]
+
+    @cached_property
+    def losses(self) -> list[Loss]:
+        """Of the samples of the first length."""
+        return self.results[0].scores.losses()
 
 
 def evaluate(args: argparse.Namespace, out: Path) -> int:
@@ -66,7 +73,7 @@ def as_dict(evaluation: TaskEvaluation) -> dict[str, Any]:
     return {
         "complete": True,
         "command": shlex.join(_command(args)),
-        "results": loss_results(scores.losses()),
+        "results": loss_results(evaluation.losses),
         "depth_curve": None,
         "task": {
             "settings": task.settings(),
@@ -115,14 +122,14 @@ def _print_table(evaluation: TaskEvaluation, console: Console) -> None:
     table = Table()
     for header in ("passes", f"loss at {results[0].length}", *(f"length {result.length}" for result in results)):
         table.add_column(header, justify="left" if header == "passes" else "right")
-    for loss in results[0].scores.losses():
+    for loss in evaluation.losses:
         table.add_row(loss.name, f"{loss.loss:.4f}", *(_cell(result.answers[loss.name]) for result in results))
     table.add_row("majority", "", *(f"{100 * result.majority.share:.1f}" for result in results))
     which = "last label" if task.answer == "last" else "whole result"
-    table.caption = f"{which} right, % of {args.samples:,} samples; in brackets the 95 % interval"
+    table.caption = f"{which} right, % of {args.samples:,} samples; ±: half the 95 % interval"
     console.print(table)
 
 
 def _cell(rate: Rate) -> str:
     low, high = rate.interval
-    return f"{100 * rate.share:.1f} [{100 * low:.1f}-{100 * high:.1f}]"
+    return f"{100 * rate.share:.1f} ± {50 * (high - low):.1f}"
