@@ -24,6 +24,7 @@ ALLOWED = {
     "serve": {"config", "errors"},
     "paper": set(BELOW) | set(ABOVE),
     "cli": set(BELOW) | set(ABOVE) | {"serve", "paper"},
+    "launch": set(BELOW) | set(ABOVE) | {"cli"},  # reads the command that every process will run
     "__init__": set(),
 }
 

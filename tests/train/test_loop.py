@@ -203,3 +203,20 @@ def test_held_out_losses_equal_one_window_at_a_time(recipe):
             total, count = total + float(nats), count + int(keep.sum())
         assert losses[k - 1] == pytest.approx(total / count, rel=1e-5)
     assert losses[0] != losses[1] != losses[2]
+
+
+def test_two_passes_with_a_frozen_adapter_are_the_plain_model(values, tmp_path):
+    """The control of every comparison: the mean of two equal losses, and no gradient of the adapter in the clipping."""
+    values["train"] |= {"max_steps": 5, "third_pass_fraction": 0.0, "eval_every": 5, "autocast": "none"}
+    losses = {}
+    for method in ("recycler", "vanilla"):
+        model = {"method": method, "backbone": values["model"]["backbone"]}
+        model |= {"pass_loss_reduction": "mean"} if method == "recycler" else {}
+        optim = {**values["optim"], "adapter_learning_rate_factor": 0, "max_grad_norm": 0.1}
+        loop = _loop(
+            Recipe.model_validate({**values, "model": model, "optim": optim, "run": {"out": tmp_path / method}})
+        )
+        assert loop.run()
+        losses[method] = loop.last_rows["eval"]
+    assert losses["recycler"]["loss_pass_2"] == losses["recycler"]["loss_pass_1"]
+    assert losses["recycler"]["loss_pass_1"] == pytest.approx(losses["vanilla"]["loss_pass_1"], rel=1e-5)

@@ -27,7 +27,7 @@ from unspoken.train.console import RunConsole
 from unspoken.train.heldout import held_out_losses
 from unspoken.train.metrics import LossWindow, MetricFiles, Row, columns, track
 from unspoken.train.norms import state_norms
-from unspoken.train.optim import build_optimizer, optimizer_tensors, set_learning_rate
+from unspoken.train.optim import build_optimizer, freeze_adapter, optimizer_tensors, set_learning_rate
 from unspoken.train.parallel import Engine, Ranks, naming_lost_ranks, whole_number
 from unspoken.train.recipe import Recipe
 from unspoken.train.schedule import LearningRate, passes_at
@@ -109,6 +109,8 @@ class TrainingLoop:
         except ValueError as error:
             raise UsageError(f"train: {error}") from error
         self.num_passes, self.max_passes = num_passes(model.config), max_passes(model.config)
+        if recipe.optim.adapter_learning_rate_factor == 0:
+            freeze_adapter(model)
         self.engine = Engine(model, recipe.train, self.ranks)
         self.optimizer = build_optimizer(self.engine.parameters, recipe.optim)
         self.learning_rate = LearningRate(recipe.optim, recipe.num_steps)

@@ -67,6 +67,14 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, 
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
+def freeze_adapter(model: nn.Module) -> None:
+    """Leave the adapter as it is, its gradient out of the norm that clipping looks at: the control with passes and
+    losses but without feedback."""
+    for name, parameter in model.named_parameters():
+        if group_of(name, parameter) == "adapter":
+            parameter.requires_grad_(False)
+
+
 def optimizer_tensors(optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """The optimizer's state by parameter name, as it is or (before its first step) as the first step would find it.
     Reading a checkpoint into them restores it; rates and decay come from the recipe."""

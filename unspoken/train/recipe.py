@@ -141,7 +141,7 @@ class DataSection(Section):
 
 class OptimSection(Section):
     """AdamW. The adapter's learning rate is `adapter_learning_rate_factor` times the others', and it may warm up over
-    a longer stretch of its own; it is never decayed."""
+    a longer stretch of its own; it is never decayed. A factor of 0 freezes it: passes and losses without feedback."""
 
     learning_rate: Positive
     weight_decay: NotNegative = 0.1
