@@ -69,11 +69,12 @@ def run(quick: bool) -> Result:
 def measure(method: str, folder: Path, settings: dict[str, Any], checks: list[str]) -> list[Row]:
     """Rows of one case, over the data in `folder/data`. Raises RedCheckError when the loops' weights differ."""
     progress({"model": method})
-    recipe = _recipe(method, folder, settings)
+    recipe = recipe_for(method, folder, settings, folder / method)
     data = open_data(recipe)
     torch.manual_seed(0)
     model = build_model(recipe, data)
     bare_model = copy.deepcopy(model)
+    assert isinstance(data.train, PackedDataset)
     turns = Turns(data.train, bare_step(bare_model, recipe, data))
     recipe.run.out.mkdir(parents=True)
     with contextlib.redirect_stderr(io.StringIO()):
@@ -141,10 +142,11 @@ def _per_round(steps: list[float], settings: dict[str, Any]) -> list[float]:
     return rounds[settings["warmup_rounds"] :]
 
 
-def _recipe(method: str, folder: Path, settings: dict[str, Any]) -> Recipe:
+def recipe_for(method: str, folder: Path, settings: dict[str, Any], out: Path, **train: Any) -> Recipe:
+    """A run into `out` over the data in `folder/data`, without evaluations."""
     return Recipe.model_validate(
         {
-            "run": {"out": folder / method},
+            "run": {"out": out},
             "model": {"method": method, "backbone": settings["backbone"]},
             "data": {"path": folder / "data", "sequence_length": settings["sequence_length"]},
             "optim": {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0},
@@ -153,6 +155,7 @@ def _recipe(method: str, folder: Path, settings: dict[str, Any]) -> Recipe:
                 "batch_size": settings["batch_size"],
                 "log_every": settings["steps_per_round"],
                 "eval_every": 0,
+                **train,
             },
         }
     )

@@ -136,9 +136,11 @@ def _shown(case: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in case.items() if name != "body"}
 
 
-def _full(*arguments: Any) -> tuple[Tensor, Tensor]:
-    losses = plain_cross_entropy(*arguments)
-    return losses.sum(), losses.detach()
+def _full(
+    passes: list[Tensor], weight: Tensor, targets: Tensor, transform: LogitTransform, weights: list[float] | None = None
+) -> tuple[Tensor, Tensor]:
+    losses = plain_cross_entropy(passes, weight, targets, transform)
+    return (losses * losses.new_tensor(weights or [1.0] * len(passes))).sum(), losses.detach()
 
 
 FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"full logits": _full, "chunked": chunked_cross_entropy}
@@ -181,19 +183,19 @@ def _one_step(case: dict[str, Any]) -> dict[str, float]:
     dtype = DTYPES[case["dtype"]]
     with torch.no_grad():
         model(random_ids(case["vocabulary"], 1, 8), use_cache=False)  # what is set up once, at the first call
-    before = _peak_bytes(start_anew=True)
+    before = peak_bytes(start_anew=True)
     loss = forward_backward(
         model, random_ids(case["vocabulary"], case["batch"], case["tokens"]), dtype, num_passes=case["k"]
     )
     norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
     return {
-        "step_bytes": _peak_bytes() - before,
+        "step_bytes": peak_bytes() - before,
         "loss": float(loss),
         "gradient_norm": float(torch.stack(norms).norm()),
     }
 
 
-def _peak_bytes(start_anew: bool = False) -> int:
+def peak_bytes(start_anew: bool = False) -> int:
     """Peak resident memory of this process; `start_anew` first forgets what was the peak before.
 
     Linux only: what getrusage reports there begins with the parent's peak.

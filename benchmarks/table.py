@@ -52,13 +52,14 @@ def _shown(case: dict[str, Any]) -> dict[str, Any]:
 
 def _table(rows: list[Row]) -> str:
     baseline = next((row.baseline for row in rows if row.baseline), None)
-    names = [*_shown(rows[0].case), "arm", rows[0].unit, f"ratio to {baseline}", "target", "ceiling"]
-    lines = [names, ["---"] * len(names)]
+    lines = [[*_shown(rows[0].case), "arm", rows[0].unit, f"ratio to {baseline}", "target", "ceiling"]]
     for row in rows:
         ratio = _spread(row.ratio) if row.ratio else ""
         lines.append(
             [*map(str, _shown(row.case).values()), row.arm, _spread(row.value), ratio, _target(row), _ceiling(row)]
         )
+    lines = [list(cells) for cells in zip(*(column for column in zip(*lines) if any(column[1:])))]
+    lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 

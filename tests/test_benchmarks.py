@@ -3,13 +3,14 @@
 import json
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import decode, loop_overhead, loss_memory, run, table, train_step
+from benchmarks import decode, loop_overhead, loss_memory, pass_memory, run, table, throughput, train_step
 from benchmarks.arms import Arms, shared_arms
 from benchmarks.ceiling import counted_flops
 from benchmarks.measure import RedCheckError, check, interleave, ratio
@@ -28,7 +29,7 @@ ROUNDS = {"rounds": 1, "warmup_rounds": 0}
 
 @pytest.fixture(autouse=True)
 def quick_ceilings(monkeypatch):
-    for module in (decode, train_step, loss_memory):
+    for module in (decode, train_step, loss_memory, throughput):
         monkeypatch.setattr(module, "matmul_flops_per_second", lambda dtype: 1e9)
     monkeypatch.setattr(decode, "read_bytes_per_second", lambda: 1e9)
 
@@ -64,6 +65,12 @@ def test_the_table_says_what_was_recorded():
     # Another kind of case is another table; seconds come near their ceiling from above; a miss is loud.
     assert "| 2 | chunked | 1,234 | 1.500 [1.400, 1.600] | <= 1.0: MISSED | 617 (50%) |" in lines
     assert "Held: same tokens." in lines
+
+
+def test_the_table_has_no_empty_columns():
+    result = example()
+    result.rows = [Row({"k": 2}, "segmented", "MiB added by a step", Spread.of([2.0]))]
+    assert "| k | arm | MiB added by a step |\n| --- | --- | --- |\n| 2 | segmented | 2.000 |" in table.section(result)
 
 
 def test_a_record_is_whole_and_reads_back(tmp_path):
@@ -144,7 +151,7 @@ def test_loss_memory_is_reported_of_equal_losses_and_gradients_alone(monkeypatch
     monkeypatch.setattr(latent_lm, "chunked_cross_entropy", latent_lm.chunked_cross_entropy)  # put back afterwards
     monkeypatch.setattr(loss_memory, "_in_fresh_process", loss_memory._one_step)
     peaks = iter([100, 300, 100, 200] * 2)
-    monkeypatch.setattr(loss_memory, "_peak_bytes", lambda start_anew=False: next(peaks))
+    monkeypatch.setattr(loss_memory, "peak_bytes", lambda start_anew=False: next(peaks))
     rows = loss_memory.memory(case, settings, [])
     assert rows[1].ratio.median == 0.5 and "body" not in rows[1].case
 
@@ -189,3 +196,56 @@ def test_loop_overhead_refuses_loops_that_train_differently(tmp_path, monkeypatc
     (tmp_path / "recycler").rename(tmp_path / "finished")
     with pytest.raises(RedCheckError, match="same weights"):
         loop_overhead.measure("recycler", tmp_path, settings, [])
+
+
+def test_throughput_refuses_compiled_code_that_trains_differently(tmp_path, monkeypatch):
+    """torch's tracing stands for its compiler here, which takes a minute."""
+    prepare(PrepareOptions(("stdlib",), tokenizer="bpe:300"), tmp_path / "data")
+    settings = {
+        "backbone": {"model_type": "llama", **SMALL}, "sequence_length": 16, "batch_size": 2,
+        "steps": 9, "steps_per_round": 2, "rounds": 2, "warmup_rounds": 0,
+    }  # fmt: skip
+    checks: list[str] = []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    eager, compiled, cost = throughput.measure("vanilla", tmp_path, settings, checks)
+    assert (eager.arm, compiled.arm, compiled.ratio.repeats) == ("eager", "compiled", 2)
+    assert cost.unit == "CPU-seconds to compile" and cost.value.median > 0 and len(checks) == 3
+    loops = {arm: SimpleNamespace(factor=factor) for arm, factor in (("eager", 1.0), ("compiled", 1.1))}
+    monkeypatch.setattr(throughput, "_gradients", lambda loop: (torch.ones(()), torch.ones(3) * loop.factor))
+    with pytest.raises(RedCheckError, match="compiled gradient"):
+        throughput._check_gradients(loops, [])
+
+
+def test_pass_memory_is_reported_of_equal_gradients_alone(monkeypatch):
+    sizes = {"whole": 300, "segmented": 100, "whole, kept gathered": 400}
+
+    def found(case):
+        factor = 1.1 if (case["processes"], case["backward"], case["k"]) == broken else 1.0
+        return {
+            "step_bytes": sizes[case["backward"]] * case["k"] * pass_memory.MIB, "gradient_bytes": pass_memory.MIB,
+            "gradients": {"weight": [2.0 * factor, -1.0]}, "units": 4, "gathers": 4, "reductions": 5,
+        }  # fmt: skip
+
+    monkeypatch.setattr(pass_memory, "in_fresh_processes", found)
+    broken = None
+    rows = pass_memory.run(quick=True).rows
+    assert [(row.arm, row.ratio and row.ratio.median) for row in rows[:3]] == [
+        ("k=1", None),
+        ("k=2", 2.0),
+        ("k=3", 3.0),
+    ]
+    assert {row.case["backward"] for row in rows if row.target} == {"segmented"}
+    assert [row.value.median for row in rows if row.unit == "reduce-scatters a step"] == [5] * 9
+    broken = (2, "segmented", 3)
+    with pytest.raises(RedCheckError, match="every gradient"):
+        pass_memory.run(quick=True)
+
+
+def test_a_step_of_two_processes_has_the_gradients_of_one():
+    case = {"backward": "segmented", "k": 2, "model": {"vocab_size": 50, **pass_memory.TINY}, "rows": 2, "tokens": 5}
+    alone, both = pass_memory._one_step(case), pass_memory.in_fresh_processes({**case, "processes": 2})
+    checks: list[str] = []
+    pass_memory._check_gradients(both, alone, checks)
+    assert checks and len(both["gradients"]) == 31 and both["step_bytes"] > 0
+    assert (alone["gathers"], both["units"]) == (0, 4) and both["gathers"] > 4 and both["reductions"] > 4
+    assert 2 * both["gradient_bytes"] == alone["gradient_bytes"]
