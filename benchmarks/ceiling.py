@@ -12,20 +12,26 @@ MATMUL_SIZE = 1024
 READ_BYTES = 2**29
 BEST_OF = 5
 
+Timer = Callable[[Callable[[], object]], float]
 
-def matmul_flops_per_second(dtype: torch.dtype) -> float:
-    """FLOPs per CPU second of one thread in a square product that stays in the cache."""
-    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE).to(dtype) for _ in range(2))
+
+def matmul_flops_per_second(
+    dtype: torch.dtype, size: int = MATMUL_SIZE, timed: Timer = cpu_seconds, device: str | torch.device = "cpu"
+) -> float:
+    """FLOPs per second in a square product: one thread's, of a size that stays in the cache, unless told otherwise."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     torch.mm(a, b, out=out)
     repeats = 10
-    return repeats * 2 * MATMUL_SIZE**3 / _best(lambda: [torch.mm(a, b, out=out) for _ in range(repeats)])
+    return repeats * 2 * size**3 / _best(lambda: [torch.mm(a, b, out=out) for _ in range(repeats)], timed)
 
 
-def read_bytes_per_second() -> float:
-    """Bytes per CPU second of one thread that reads memory larger than the caches of a core."""
-    data = torch.ones(READ_BYTES // 4)
-    return READ_BYTES / _best(data.sum)
+def read_bytes_per_second(
+    num_bytes: int = READ_BYTES, timed: Timer = cpu_seconds, device: str | torch.device = "cpu"
+) -> float:
+    """Bytes per second of a sum over memory larger than the caches: one thread's, unless told otherwise."""
+    data = torch.ones(num_bytes // 4, device=device)
+    return num_bytes / _best(data.sum, timed)
 
 
 def counted_flops(function: Callable[[], object]) -> int:
@@ -49,6 +55,6 @@ def _chunked_cross_entropy(
     return 2 * num_passes * num_tokens * hidden_size * weight[0] * (1 + wants_hidden + wants_weight)
 
 
-def _best(function: Callable[[], object]) -> float:
+def _best(function: Callable[[], object], timed: Timer) -> float:
     function()
-    return min(cpu_seconds(function) for _ in range(BEST_OF))
+    return min(timed(function) for _ in range(BEST_OF))

@@ -1,6 +1,7 @@
 """What recycling costs a decoded token: `generate` of a Recycler against the plain model with the same weights."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -75,9 +76,11 @@ def measure(arms: Arms, dtype: torch.dtype, batch: int, settings: dict[str, Any]
     return rows
 
 
-def generate(model: PreTrainedModel, prompt: Tensor, num_new: int, **options: Any) -> tuple[Tensor, list[float]]:
-    """Greedy tokens, and the process time at the start and after each new token."""
-    clock = _Clock()
+def generate(
+    model: PreTrainedModel, prompt: Tensor, num_new: int, now: Callable[[], float] = time.process_time, **options: Any
+) -> tuple[Tensor, list[float]]:
+    """Greedy tokens, and the time at the start and after each new token."""
+    clock = _Clock(now)
     tokens = model.generate(  # type: ignore[operator]  # PreTrainedModel does not promise it
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -93,11 +96,12 @@ def generate(model: PreTrainedModel, prompt: Tensor, num_new: int, **options: An
 class _Clock(StoppingCriteria):
     """Called after each new token; never stops."""
 
-    def __init__(self) -> None:
-        self.stamps = [time.process_time()]
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+        self.stamps = [now()]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.stamps.append(time.process_time())
+        self.stamps.append(self.now())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 

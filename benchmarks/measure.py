@@ -1,7 +1,7 @@
 """How everything here is timed: CPU seconds of one thread, arms in turn within each round, ratios within a round.
 
 CPU seconds, because the cores may be shared; a busy neighbour still costs some through caches and memory bandwidth,
-which is why arms alternate and only ratios are judged.
+which is why arms alternate and only ratios are judged. On a GPU, which has no neighbours, it is seconds by the wall.
 """
 
 import gc
@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+
+import torch
 
 from benchmarks.record import Spread
 
@@ -41,6 +43,20 @@ def cpu_seconds(function: Callable[[], object]) -> float:
     start = time.process_time()
     function()
     return time.process_time() - start
+
+
+def device_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds by the wall until the device has done it."""
+    start = wall_clock(device)
+    function()
+    return wall_clock(device) - start
+
+
+def wall_clock(device: torch.device) -> float:
+    """Now, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def interleave(arms: Mapping[str, Callable[[], Quantities]], repeats: int, warmup: int = 1) -> Rounds:

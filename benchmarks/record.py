@@ -68,7 +68,8 @@ class Row:
 
 @dataclass
 class Result:
-    """A benchmark's rows. `checks` say which equalities of the arms held before any number was reported."""
+    """A benchmark's rows. `checks` say which equalities of the arms held before any number was reported; `failed` and
+    `skipped`, with the reason, what of a benchmark of several parts is missing."""
 
     name: str
     question: str
@@ -78,6 +79,8 @@ class Result:
     checks: list[str]
     rows: list[Row]
     environment: dict[str, Any] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     def save(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,17 +91,18 @@ class Result:
     @classmethod
     def load(cls, path: Path) -> "Result":
         values = json.loads(path.read_text(encoding="utf-8"))
-        values["rows"] = [_row(row) for row in values["rows"]]
+        values["rows"] = [read_row(row) for row in values["rows"]]
         return cls(**values)
 
 
-def environment(load_before: float) -> dict[str, Any]:
-    """Where and with what a benchmark ran. `load_before` is the 1-minute load average at its start."""
+def environment(load_before: float, command: str = "python -m benchmarks.run") -> dict[str, Any]:
+    """Where and with what a benchmark ran. `load_before` is the 1-minute load average at its start; the arguments of
+    this process are added to `command`."""
     import torch
 
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": "python -m benchmarks.run " + shlex.join(sys.argv[1:]),
+        "command": f"{command} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _commit(),
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -112,7 +116,8 @@ def environment(load_before: float) -> dict[str, Any]:
     }
 
 
-def _row(values: dict[str, Any]) -> Row:
+def read_row(values: dict[str, Any]) -> Row:
+    """A row from what `asdict` made of it."""
     values = dict(values)
     for name, kind in (("value", Spread), ("ratio", Spread), ("target", Target)):
         if values[name] is not None:

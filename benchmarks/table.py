@@ -1,5 +1,6 @@
 """benchmarks/README.md, made from the recorded JSON: no number in it is typed by hand."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ that the column names. A cell is the median with the quartiles of the rounds. No
 results differ: "Held" lists what was compared. The ceiling is what the machine's rates, measured in the same run,
 would allow; the percentage is how near to it an arm comes.
 """
+NO_GPU = """## gpu
+
+`python benchmarks/gpu.py` has not run on a GPU yet: there is no number of one here.
+"""
 
 
 def write_readme(results: Path = RESULTS, readme: Path = README) -> None:
@@ -24,14 +29,21 @@ def write_readme(results: Path = RESULTS, readme: Path = README) -> None:
 
 
 def render(results: Iterable[Result]) -> str:
-    return "\n".join([INTRODUCTION, *(section(result) for result in results)])
+    sections = {result.name: section(result) for result in results}
+    return "\n".join([INTRODUCTION, *sections.values(), *([] if "gpu" in sections else [NO_GPU])])
 
 
 def section(result: Result) -> str:
     """One benchmark: its question, its tables, and where it ran."""
     parts = [f"## {result.name}", f"{result.question}\n\n{result.method} Ceiling: {result.ceiling}."]
     parts += [_table(rows) for rows in _of_equal_columns(result.rows)]
-    parts.append("Held: " + "; ".join(result.checks) + ".")
+    if result.checks:
+        parts.append("Held: " + "; ".join(result.checks) + ".")
+    parts += [
+        f"{title}:\n\n" + "\n".join(f"- {line}" for line in lines)
+        for title, lines in (("**FAILED**", result.failed), ("Skipped", result.skipped))
+        if lines
+    ]
     parts.append("Settings: " + ", ".join(f"{name} {_plain(value)}" for name, value in result.settings.items()) + ".")
     if result.environment:
         parts.append(_environment(result.environment))
@@ -78,7 +90,7 @@ def _target(row: Row) -> str:
 def _ceiling(row: Row) -> str:
     if row.ceiling is None:
         return ""
-    is_rate = "per CPU-second" in row.unit
+    is_rate = re.search(r"per (CPU-)?second", row.unit) is not None
     share = row.value.median / row.ceiling if is_rate else row.ceiling / row.value.median
     return f"{_number(row.ceiling)} ({share:.0%})"
 
@@ -101,8 +113,9 @@ def _plain(value: Any) -> str:
 def _environment(values: dict[str, Any]) -> str:
     before, after = values["load_average"]
     amx = ", AMX bf16" if values["amx_bf16"] else ""
+    device = f"{values['device']}; " if values.get("device", "cpu") != "cpu" else ""
     return (
-        f"Ran on {values['date']} at commit {values['commit']} with `{values['command']}`: {values['cpu']} "
+        f"Ran on {values['date']} at commit {values['commit']} with `{values['command']}`: {device}{values['cpu']} "
         f"({values['cpu_capability']}{amx}), {values['threads_used']} of {values['cores']} cores, "
         f"{values['memory_gib']} GiB, load average {before} before and {after} after; Python {values['python']}, "
         f"torch {values['torch']}, transformers {values['transformers']}."

@@ -53,13 +53,14 @@ def run(quick: bool) -> Result:
     )
     with tempfile.TemporaryDirectory() as folder, inductor.patch(compile_threads=1):
         prepare(PrepareOptions(("stdlib",), tokenizer=settings["tokenizer"]), Path(folder) / "data")
+        rate = matmul_flops_per_second(torch.bfloat16)
         for method in ("vanilla", "recycler"):
-            result.rows += measure(method, Path(folder), settings, result.checks)
+            result.rows += measure(method, Path(folder), settings, rate, result.checks)
     return result
 
 
-def measure(method: str, folder: Path, settings: dict[str, Any], checks: list[str]) -> list[Row]:
-    """Rows of one case, over the data in `folder/data`. Raises RedCheckError when compiled code trains differently."""
+def measure(method: str, folder: Path, settings: dict[str, Any], rate: float, checks: list[str]) -> list[Row]:
+    """Rows of one case, over the data in `folder/data`; `rate` is the machine's. Raises RedCheckError when compiled code trains differently."""
     progress({"model": method})
     torch._dynamo.reset()
     with fresh_cache():
@@ -77,7 +78,7 @@ def measure(method: str, folder: Path, settings: dict[str, Any], checks: list[st
         check(counters["stats"]["unique_graphs"] == num_graphs, "nothing was compiled in the timed steps", checks)
     model, k = loops[EAGER].model, loops[EAGER].num_passes
     flops = model_flops(model).training(settings["sequence_length"], k)
-    ceiling = matmul_flops_per_second(torch.bfloat16) / flops
+    ceiling = rate / flops
     case = {"model": method, "passes": k, "batch": settings["batch_size"]}
     value = {arm: Spread.of(rounds[arm]["tokens"]) for arm in loops}
     return [

@@ -54,7 +54,7 @@ def measure(
     }
     for k in (1, 2, 3):
         steps[f"recycler k={k}"] = partial(forward_backward, arms.recycler, input_ids, dtype, num_passes=k)
-    _check_losses(arms, input_ids, dtype, checks)
+    check_losses(arms, input_ids, dtype, checks)
     rate = matmul_flops_per_second(dtype)
     ceilings = {name: counted_flops(step) / rate for name, step in steps.items()}
     rounds = interleave(
@@ -79,7 +79,7 @@ def measure(
 
 def forward_backward(model: PreTrainedModel, input_ids: Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
     """Add the gradients of one batch; its loss."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         loss = model(input_ids, labels=input_ids, use_cache=False, **options).loss
     loss.backward()
     return loss.detach()
@@ -91,9 +91,9 @@ def _timed(arms: Arms, step: Callable[[], Tensor]) -> Quantities:
 
 
 @torch.no_grad()
-def _check_losses(arms: Arms, input_ids: Tensor, dtype: torch.dtype, checks: list[str]) -> None:
+def check_losses(arms: Arms, input_ids: Tensor, dtype: torch.dtype, checks: list[str]) -> None:
     """With a zero adapter every pass has the plain model's loss."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         plain = arms.plain(input_ids, labels=input_ids, use_cache=False).loss
         vanilla = arms.vanilla(input_ids, labels=input_ids).pass_losses
         passes = arms.recycler(input_ids, labels=input_ids, num_passes=3).pass_losses

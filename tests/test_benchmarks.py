@@ -10,7 +10,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import decode, loop_overhead, loss_memory, pass_memory, run, table, throughput, train_step
+from benchmarks import (
+    decode,
+    gpu,
+    gpu_checks,
+    isolated,
+    loop_overhead,
+    loss_memory,
+    pass_memory,
+    run,
+    table,
+    throughput,
+    train_step,
+)
 from benchmarks.arms import Arms, shared_arms
 from benchmarks.ceiling import counted_flops
 from benchmarks.measure import RedCheckError, check, interleave, ratio
@@ -29,7 +41,7 @@ ROUNDS = {"rounds": 1, "warmup_rounds": 0}
 
 @pytest.fixture(autouse=True)
 def quick_ceilings(monkeypatch):
-    for module in (decode, train_step, loss_memory, throughput):
+    for module in (decode, train_step, loss_memory):
         monkeypatch.setattr(module, "matmul_flops_per_second", lambda dtype: 1e9)
     monkeypatch.setattr(decode, "read_bytes_per_second", lambda: 1e9)
 
@@ -73,6 +85,16 @@ def test_the_table_has_no_empty_columns():
     assert "| k | arm | MiB added by a step |\n| --- | --- | --- |\n| 2 | segmented | 2.000 |" in table.section(result)
 
 
+def test_what_failed_or_was_skipped_is_said_and_that_no_gpu_has_run():
+    result = example()
+    result.failed, result.skipped = ["decode 135M: no"], ["train 1.4B: does not fit"]
+    text = table.render([result])
+    assert "**FAILED**:\n\n- decode 135M: no\n" in text and "Skipped:\n\n- train 1.4B: does not fit\n" in text
+    assert "has not run on a GPU yet" in text
+    result.name = "gpu"
+    assert "has not run on a GPU yet" not in table.render([result])
+
+
 def test_a_record_is_whole_and_reads_back(tmp_path):
     result = example()
     path = result.save(tmp_path)
@@ -85,7 +107,7 @@ def test_a_record_is_whole_and_reads_back(tmp_path):
 
 def test_the_readme_is_the_one_that_the_records_make():
     records = sorted(RESULTS.glob("*.json"))
-    assert {path.stem for path in records} <= set(run.NAMES)
+    assert {path.stem for path in records} <= {*run.NAMES, "gpu"}
     assert table.README.read_text() == table.render(map(Result.load, records))
 
 
@@ -207,7 +229,7 @@ def test_throughput_refuses_compiled_code_that_trains_differently(tmp_path, monk
     }  # fmt: skip
     checks: list[str] = []
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    eager, compiled, cost = throughput.measure("vanilla", tmp_path, settings, checks)
+    eager, compiled, cost = throughput.measure("vanilla", tmp_path, settings, 1e9, checks)
     assert (eager.arm, compiled.arm, compiled.ratio.repeats) == ("eager", "compiled", 2)
     assert cost.unit == "CPU-seconds to compile" and cost.value.median > 0 and len(checks) == 3
     loops = {arm: SimpleNamespace(factor=factor) for arm, factor in (("eager", 1.0), ("compiled", 1.1))}
@@ -249,3 +271,66 @@ def test_a_step_of_two_processes_has_the_gradients_of_one():
     assert checks and len(both["gradients"]) == 31 and both["step_bytes"] > 0
     assert (alone["gathers"], both["units"]) == (0, 4) and both["gathers"] > 4 and both["reductions"] > 4
     assert 2 * both["gradient_bytes"] == alone["gradient_bytes"]
+
+
+def test_the_gpu_command_runs_whole_on_a_cpu(tmp_path, capsys):
+    assert gpu.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    result = Result.load(tmp_path / "gpu.json")
+    assert result.failed == result.skipped == [] and len(result.checks) == 17
+    measured = {(row.unit, row.arm) for row in result.rows if row.ceiling}
+    units = ("training tokens per second", "decoded tokens per second")
+    assert measured == {(unit, arm) for unit in units for arm in ("plain", "recycler k=2")}
+    assert {row.case.get("cache") for row in result.rows} == {None, "growing", "static, compiled"}
+    assert "It has not run on a GPU yet" in capsys.readouterr().out
+
+
+def test_the_gpu_command_says_that_there_is_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    assert "no CUDA device" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_case_leaves_its_time_to_the_next(monkeypatch):
+    given = []
+    monkeypatch.setattr(isolated, "run_isolated", lambda *a: given.append(a[-1]) or isolated.Findings(skipped=[a[0]]))
+    assert [result.skipped for result in gpu.run("cuda", False, 450.0)][-1] == [
+        "check", "train 135M", "decode 135M", "train 360M", "decode 360M", "train 1.4B", "decode 1.4B"
+    ]  # fmt: skip
+    assert given[0] == pytest.approx(72, abs=1) and given[-1] == pytest.approx(450, abs=1)
+
+
+def child(code: str, seconds: float) -> isolated.Findings:
+    return isolated.run_isolated("child", ["-c", f"from benchmarks.isolated import *\n{code}"], seconds)
+
+
+def test_what_a_child_found_stands_whatever_becomes_of_it():
+    said = "plan(['a', 'b', 'c'])\nsay(DONE, 'a', 1)\nsay(FAILED, 'b', 'no')\nprint('noise')\n"
+    stopped = child(said + "import time\ntime.sleep(60)", 3)
+    assert stopped == isolated.Findings([1], ["b: no"], ["c: 3 s were over"])
+    crashed = child(said + "os.abort()", 60)
+    assert crashed == isolated.Findings([1], ["b: no", "c: the process ended with status -6"], [])
+    assert child("1 / 0", 60).failed == ["child: the process ended with status 1"]
+
+
+def test_a_failing_case_is_reported_and_the_next_one_runs(capsys):
+    def too_large():
+        raise torch.OutOfMemoryError
+
+    for name, function in (("zero", lambda: 1 // 0), ("large", too_large), ("one", lambda: 1)):
+        isolated.attempt(name, function)
+    reports = [json.loads(line.removeprefix(isolated.MARK)) for line in capsys.readouterr().out.splitlines()]
+    assert [kind for kind, _, _ in reports] == ["failed", "skipped", "done"] and "ZeroDivisionError" in reports[0][2]
+
+
+def test_the_numerics_go_red(monkeypatch):
+    one, cpu = {"a": torch.ones(3)}, torch.device("cpu")
+    assert gpu_checks.compare(one, one, 0.0) == "to 0"
+    for other in ({"a": torch.ones(3) * 1.1}, {"a": torch.ones(3) * torch.nan}, {}):
+        with pytest.raises(RedCheckError):
+            gpu_checks.compare(other, one, 0.05)
+    monkeypatch.setattr(gpu_checks, "backward_by_pass", lambda loss, segments: loss.backward())
+    with pytest.raises(RedCheckError):
+        gpu_checks._segmented(cpu, 2)
+    monkeypatch.setattr(gpu_checks.reference, "prefill_then_decode", lambda body, adapter, inputs, *_: body(inputs))
+    with pytest.raises(RedCheckError, match="other tokens"):
+        gpu_checks._generate(cpu, 1)
