@@ -60,7 +60,11 @@ def run(quick: bool) -> Result:
 
 
 def measure(method: str, folder: Path, settings: dict[str, Any], rate: float, checks: list[str]) -> list[Row]:
-    """Rows of one case, over the data in `folder/data`; `rate` is the machine's. Raises RedCheckError when compiled code trains differently."""
+    """Rows of one case, over the data in `folder/data`; `rate` is the machine's, in FLOPs per CPU-second.
+
+    Raises:
+        RedCheckError: compiled code trains differently.
+    """
     progress({"model": method})
     torch._dynamo.reset()
     with fresh_cache():
