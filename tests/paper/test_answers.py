@@ -7,7 +7,9 @@ import pytest
 from rich.console import Console
 
 from tests.paper.conftest import leave_results
+from unspoken.paper import execution
 from unspoken.paper.answers import answer_tables
+from unspoken.paper.execution import Options, run_study
 from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.report import markdown, write_results
 from unspoken.paper.results import Results
@@ -63,6 +65,14 @@ def test_all_is_written(results, tmp_path):
     assert "Right answers" in paths["report.html"].read_text()
     assert "| recycler | exact | 91.0 (90.0, 92.0) |" in markdown(results[0])
     assert json.loads(paths["results.json"].read_text())["runs"][0]["task"]["settings"]["max_length"] == 16
+
+
+def test_it_is_printed(results, monkeypatch):
+    monkeypatch.setattr(execution, "prepare_environment", lambda: None)
+    monkeypatch.setattr(execution, "interrupt_on_signals", lambda: None)
+    plan, console = results[0].plan, Console(file=io.StringIO(), width=120)
+    assert run_study(plan.arms, plan.runs, [], Options(report_only=True), console) == 0
+    assert "length 24" in console.file.getvalue() and "(90.0, 92.0)" in console.file.getvalue()
 
 
 def test_a_study_on_text_has_no_such_table(values, make_plan):

@@ -10,11 +10,12 @@ from rich.table import Table
 
 from unspoken.analysis.page import Cell
 from unspoken.errors import UnspokenError
+from unspoken.paper.answers import answer_tables
 from unspoken.paper.arms import Arms, Run
 from unspoken.paper.environment import PROGRAM, interrupt_on_signals, prepare_environment
 from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.plan import Plan
-from unspoken.paper.report import comparison_rows, loss_rows, write_results
+from unspoken.paper.report import Rows, comparison_rows, loss_rows, write_results
 from unspoken.paper.results import Results
 from unspoken.paper.reuse import adopt, refuse_other_settings
 
