@@ -15,7 +15,7 @@ from unspoken.paper.arms import Arms, Run
 from unspoken.paper.environment import PROGRAM, interrupt_on_signals, prepare_environment
 from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.plan import Plan
-from unspoken.paper.report import Rows, comparison_rows, loss_rows, write_results
+from unspoken.paper.report import comparison_rows, loss_rows, write_results
 from unspoken.paper.results import Results
 from unspoken.paper.reuse import adopt, refuse_other_settings
 
@@ -73,8 +73,10 @@ def _run(pipeline: Pipeline, plan: Plan, selected: Sequence[str], jobs: int, con
 
 
 def _show(results: Results, console: Console) -> None:
-    """Both tables in short; table.md has them whole."""
+    """The tables in short; table.md has them whole."""
     _print(console, *loss_rows(results), skip=("6ND", "bits per byte"))
+    for answers in answer_tables(results):
+        _print(console, *answers, skip=())
     headers, rows = comparison_rows(results, only_found=True)
     named = [[row[0] or row[1], *row[1:]] for row in rows]
     _print(console, headers, named, skip=("comparison", "deviation"))
