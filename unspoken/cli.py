@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown and not args.takes_overrides:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides = unknown
+    if not sys.stderr.isatty():  # transformers' bars would fill a log with their steps
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     module, _, function = args.handler.partition(":")
     try:
         return getattr(importlib.import_module(module), function)(args) or 0

@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 
-from unspoken.data.tokens import MANIFEST, TokenShards, check_embedding_rows, token_dtype
+from unspoken.data.tokens import MANIFEST, TokenShards, check_embedding_rows, read_manifest, token_dtype
 from unspoken.errors import UnspokenError, UsageError
 
 
@@ -75,3 +75,22 @@ def test_b77_more_token_ids_than_embedding_rows_is_an_error_before_training():
     check_embedding_rows(4095, 4096)
     with pytest.raises(UsageError, match="4097 ids but the model has 4096 embedding rows"):
         check_embedding_rows(4097, 4096)
+
+
+def test_a_missing_or_broken_tokenizer_is_named_and_not_looked_for_elsewhere(tmp_path):
+    """A folder's name was once taken for a hub's when the folder was gone."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shards = TokenShards(folder, "train", {}, np.zeros(0), np.zeros(1), np.zeros(0))
+    with pytest.raises(UnspokenError, match=r"tokenizer is missing; prepare the folder again"):
+        shards.load_tokenizer()
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_text("{")
+    with pytest.raises(UnspokenError, match=r"cannot read the tokenizer in .*prepare the folder again"):
+        shards.load_tokenizer()
+
+
+def test_a_manifest_without_its_parts_is_named(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format": 1}')
+    with pytest.raises(UnspokenError, match=r"manifest.json has no 'splits'"):
+        read_manifest(tmp_path)

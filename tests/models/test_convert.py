@@ -135,3 +135,34 @@ def test_command_line(tmp_path, capsys):
         assert run(*args) == status, args
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "resolved.yaml", "checkpoint.json", "novel.txt"])
+def test_overwrite_replaces_model_folders_alone(tmp_path, file):
+    """It once replaced a data folder, and a run with all its checkpoints."""
+    from unspoken.models.convert import check_place
+
+    out = tmp_path / "out"
+    check_place(out, overwrite=False)
+    out.mkdir()
+    check_place(out, overwrite=True)  # an empty folder holds nothing to lose
+    with pytest.raises(UsageError, match="exists; give another folder, or --overwrite"):
+        check_place(out, overwrite=False)
+    (out / "config.json").touch()
+    check_place(out, overwrite=True)
+    (out / file).touch()
+    if file == "novel.txt":
+        (out / "config.json").unlink()
+    with pytest.raises(UsageError, match="is no model folder, so --overwrite does not replace it"):
+        check_place(out, overwrite=True)
+    with pytest.raises(UsageError, match="is no model folder"):
+        check_place(out / file, overwrite=True)
+
+
+def test_the_working_directory_is_not_replaced(tmp_path, monkeypatch):
+    from unspoken.models.convert import check_place
+
+    (tmp_path / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="is the working directory"):
+        check_place(tmp_path, overwrite=True)

@@ -158,3 +158,19 @@ def test_continued_pretraining_introduces_recycling_into_a_plain_model(command, 
     first = read_metrics(tmp_path / "later")[0]
     assert first["step"] == 0
     assert first["loss_pass_1"] == first["loss_pass_2"] == before["loss_pass_1"]
+
+
+@pytest.mark.parametrize("content", ["", "text", "[1, 2"])
+def test_a_resolved_recipe_that_holds_none_is_named(command, tmp_path, capsys, monkeypatch, content):
+    monkeypatch.setattr("unspoken.train.loop.TrainingLoop._until_signal", _stopped_by_a_signal)
+    assert cli.main(command) == 130
+    (tmp_path / "run" / "resolved.yaml").write_text(content)
+    assert cli.main([*command, "--resume"]) == 1
+    assert "resolved.yaml" in capsys.readouterr().err
+
+
+def test_a_place_that_is_none_is_refused(command, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for place, message in (("file", "is a file"), ("file/x", "cannot make")):
+        assert cli.main([*command, "--run.out", str(tmp_path / place)]) == 2
+        assert message in capsys.readouterr().err

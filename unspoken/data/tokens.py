@@ -71,7 +71,13 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise UnspokenError(f"{path}: format {found}, this version reads format {FORMAT}; prepare the folder again")
+    if missing := [key for key in ("splits", "dtype", "tokenizer", "fingerprint") if key not in manifest]:
+        raise UnspokenError(f"{path} has no {missing[0]!r}; prepare the folder again")
     return manifest
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,15 @@ class TokenShards:
         """Return the tokenizer saved in the folder."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder / "tokenizer")
+        folder = self.folder / "tokenizer"
+        if not folder.is_dir():
+            raise UnspokenError(f"{folder} is missing; prepare the folder again")
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # the tokenizers library raises bare Exceptions
+            raise UnspokenError(
+                f"cannot read the tokenizer in {folder}: {_first_line(error)}; prepare the folder again"
+            ) from error
 
 
 def check_embedding_rows(num_token_ids: int, num_embedding_rows: int) -> None:

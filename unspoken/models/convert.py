@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +20,7 @@ from unspoken.models.load import forget_file, load_source
 from unspoken.models.recycler import RecyclerForCausalLM
 from unspoken.models.vanilla import VanillaForCausalLM
 
+NOT_A_MODEL = ("manifest.json", "checkpoint.json", "resolved.yaml", "checkpoints")  # of data and runs
 METHODS: dict[str, type[LatentForCausalLM]] = {"recycler": RecyclerForCausalLM, "vanilla": VanillaForCausalLM}
 
 
@@ -90,8 +92,7 @@ def export_backbone(latent: LatentForCausalLM) -> PreTrainedModel:
 def main(args: argparse.Namespace) -> int:
     """`unspoken convert`."""
     out = Path(args.out)
-    if out.exists() and not args.overwrite:
-        raise UsageError(f"{out} exists; give another --out, or --overwrite")
+    check_place(out, args.overwrite)
     source, tokenizer = load_source(args.model, args.dtype)
     if args.export_backbone:
         if not isinstance(source, LatentForCausalLM):
@@ -104,7 +105,10 @@ def main(args: argparse.Namespace) -> int:
         if args.method != "recycler" and fields:
             raise UsageError(f"--{min(fields).replace('_', '-')} is for --method recycler")
         expected = _probe(source)
-        model = convert(source, args.method, **fields)
+        try:
+            model = convert(source, args.method, **fields)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         kind = f"{args.method} model"
         if not torch.equal(_probe(model), expected):
             raise UnspokenError("the converted model's logits differ from the source's; nothing was written")
@@ -116,16 +120,40 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_place(out: Path, overwrite: bool) -> None:
+    """Where a model folder may be written: nothing is replaced but a model folder, and that only on request.
+
+    Raises:
+        UsageError: something is there that stays.
+    """
+    if not out.exists() and not out.is_symlink():
+        return
+    if not overwrite:
+        raise UsageError(f"--out: {out} exists; give another folder, or --overwrite")
+    is_model = out.is_dir() and (out / "config.json").is_file()
+    if not out.is_dir() or (any(out.iterdir()) and not is_model) or any((out / name).exists() for name in NOT_A_MODEL):
+        raise UsageError(f"--out: {out} is no model folder, so --overwrite does not replace it; give another folder")
+    if out.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise UsageError(f"--out: {out} is the working directory; give another folder")
+
+
 def save(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, out: str | Path, overwrite: bool = False
 ) -> None:
-    """Write a model folder, whole or not at all: safetensors, configuration, tokenizer and a card."""
-    with whole_folder(Path(out), replace=overwrite) as made:
-        model.save_pretrained(made)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(made)
-        if isinstance(model.config, LatentConfig):
-            (made / "README.md").write_text(_card(model.config))
+    """Write a model folder, whole or not at all: safetensors, configuration, tokenizer and a card.
+
+    Raises:
+        UnspokenError: the place cannot be written.
+    """
+    try:
+        with whole_folder(Path(out), replace=overwrite) as made:
+            model.save_pretrained(made)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(made)
+            if isinstance(model.config, LatentConfig):
+                (made / "README.md").write_text(_card(model.config))
+    except (OSError, SafetensorError) as error:
+        raise UnspokenError(f"cannot write the model folder {out}: {error}") from error
 
 
 def _refuse_unknown(config_fields: dict[str, Any], latent_class: type[LatentForCausalLM]) -> None:

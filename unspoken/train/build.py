@@ -144,7 +144,10 @@ def _new(section: ModelSection, data: Data) -> LatentForCausalLM:
     tokenizer = data.tokenizer
     latent = _method_fields(section)
     if section.init == "scaled":
-        scales = scaled_init(fields.get("hidden_size", config_class().hidden_size))
+        hidden_size = fields.get("hidden_size", config_class().hidden_size)
+        if not isinstance(hidden_size, int) or hidden_size < 1:
+            raise UsageError(f"model.backbone.hidden_size: a whole number is expected, got {hidden_size!r}")
+        scales = scaled_init(hidden_size)
         fields.setdefault("initializer_range", scales["initializer_range"])
         latent["embedding_scale"] = scales["embedding_scale"]
     fields.setdefault("vocab_size", len(tokenizer))

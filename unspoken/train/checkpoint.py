@@ -141,8 +141,8 @@ def check_files(checkpoint: Path) -> None:
         UnspokenError: one of them is damaged, or the format is another version's.
     """
     record = read_record(checkpoint)
-    if record["format"] != FORMAT:
-        raise UnspokenError(f"{checkpoint} has format {record['format']}, this version reads format {FORMAT}")
+    if record.get("format") != FORMAT:
+        raise UnspokenError(f"{checkpoint} has format {record.get('format')}, this version reads format {FORMAT}")
     for name, (_, checksum) in record["files"].items():
         if _checksum(checkpoint / name) != checksum:
             raise _damaged(checkpoint / name, "its checksum is another", checkpoint)

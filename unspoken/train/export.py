@@ -11,12 +11,12 @@ def main(args: argparse.Namespace) -> int:
     run, out = Path(args.run), Path(args.out)
     if not run.is_dir():
         raise UsageError(f"{run} is no folder of a training run")
-    if out.exists() and not args.overwrite:
-        raise UsageError(f"--out: {out} exists; give another folder, or --overwrite")
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from unspoken.models.convert import save
+    from unspoken.models.convert import check_place, save
+
+    check_place(out, args.overwrite)
     from unspoken.train.build import model_like
     from unspoken.train.checkpoint import check_files, read_tensors
     from unspoken.train.loop import model_tensors

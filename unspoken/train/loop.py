@@ -22,7 +22,7 @@ from unspoken.errors import UnspokenError, UsageError
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.loss import IGNORE_INDEX, shift_labels
 from unspoken.train.build import Data, max_passes, num_passes
-from unspoken.train.checkpoint import CheckpointWriter, generators, read_record, read_tensors, set_generators
+from unspoken.train.checkpoint import SEAL, CheckpointWriter, generators, read_record, read_tensors, set_generators
 from unspoken.train.console import RunConsole
 from unspoken.train.heldout import held_out_losses
 from unspoken.train.metrics import LossWindow, MetricFiles, Row, columns, track
@@ -270,8 +270,13 @@ class TrainingLoop:
         read_tensors(checkpoint, tensors | own, ranks)
         if own:
             set_generators(own, ranks)
-        self.progress = Progress(**record["progress"])
-        self.best = record["best"]
+        try:
+            self.progress = Progress(**record["progress"])
+            self.best = record["best"]
+        except (KeyError, TypeError) as error:
+            raise UnspokenError(
+                f"{checkpoint / SEAL} is damaged ({error}). Delete {checkpoint} to resume from the one before it"
+            ) from error
         if ranks.is_main:
             self.window.restore(record["window"])
         else:  # the main process carries on what all have used

@@ -62,13 +62,14 @@ def train(recipe: Recipe, resume: bool = False, source: str = "the recipe") -> i
     from unspoken.train.parallel import joined_ranks, local_device
 
     device = pick_device(local_device(recipe.run.device))
-    with joined_ranks(device) as ranks, _giving_up(folder, ranks):
+    with joined_ranks(device) as ranks:
         ranks.on_main(lambda: claim(folder, resume))
-        try:
-            loop = _start(recipe, resume, device, ranks)
-        except UsageError as error:
-            raise UsageError(f"{source}: {error}", said_by_main=True) from error
-        is_finished = loop.run()
+        with _giving_up(folder, ranks):
+            try:
+                loop = _start(recipe, resume, device, ranks)
+            except UsageError as error:
+                raise UsageError(f"{source}: {error}", said_by_main=True) from error
+            is_finished = loop.run()
         for tracker in loop.trackers:
             tracker.finish()
         if is_finished:
@@ -193,6 +194,10 @@ def _write_summary(loop: "TrainingLoop", is_finished: bool) -> None:
 def claim(folder: Path, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"run.out: {folder} is a file")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"run.out: cannot make {folder}: {error.strerror}") from error
     if not resume and folder.is_dir() and any(folder.iterdir()):
         raise UsageError(
             f"run.out: {folder} is not empty; go on with it (--resume), or give another folder (--run.out DIR)"
@@ -227,9 +232,12 @@ def _check_same(values: dict[str, Any], folder: Path) -> None:
         UsageError: naming the key that changed.
     """
     try:
-        before = dict(dotted(yaml.safe_load((folder / RESOLVED).read_text(encoding="utf-8"))))
+        began_with = yaml.safe_load((folder / RESOLVED).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise UnspokenError(f"cannot read {folder / RESOLVED}, so the run cannot be resumed: {error}") from error
+    if not isinstance(began_with, dict):
+        raise UnspokenError(f"{folder / RESOLVED} holds no recipe, so the run cannot be resumed")
+    before = dict(dotted(began_with))
     for key, value in dotted(values):
         is_fixed = key == "made_with.data_fingerprint" or not (key in MAY_CHANGE or key.startswith("made_with."))
         if is_fixed and before.get(key) != value:
