@@ -27,7 +27,8 @@ from unspoken.models.latent_lm import LatentForCausalLM
 
 PLAIN, RECYCLER = "plain", "recycler k=2"
 GIB = 2**30
-SETTLING_TOKENS = 4  # of a decoding; a CUDA graph of a new cache is recorded in them
+CPU = torch.device("cpu")  # what a run returns, the device has done
+SETTLING_TOKENS = 8  # of a decoding; a CUDA graph of a new cache is recorded in them
 STATES_BYTES = 16  # of a trained parameter: fp32 weight, gradient and AdamW's two moments
 
 
@@ -104,13 +105,16 @@ def train(case: dict[str, Any]) -> None:
                 block.compile(backend=case["backend"])
         steps = {arm: partial(_train_step, model, ids, k, optimizer) for arm, (model, k) in models.items()}
         runs = {arm: partial(_timed_step, step, device) for arm, step in steps.items()}
-        rounds = _measured({arm: names[mode, arm] for arm in runs}, runs, case)
-        for arm in rounds:
-            shown = {"shape": shape, "blocks": mode, "tokens": ids.numel()}
-            rows = _rates(shown, rounds, arm, "training tokens per second", ids.numel(), ceilings[arm])
-            if device.type == "cuda":
-                rows.append(_row(shown, arm, "GiB at the peak of a step", rounds[arm]["gib"]))
-            say(DONE, names[mode, arm], rows)
+        shown = {"shape": shape, "blocks": mode, "tokens": ids.numel()}
+        rows = partial(_train_rows, shown, ceilings)
+        _measure({arm: names[mode, arm] for arm in runs}, runs, case["train_rounds"], rows)
+
+
+def _train_rows(shown: dict[str, Any], ceilings: dict[str, float], rounds: Rounds, arm: str) -> list[dict[str, Any]]:
+    rows = _rates(shown, rounds, arm, "training tokens per second", shown["tokens"], ceilings[arm])
+    if any(rounds[arm]["gib"]):
+        rows.append(_row(shown, arm, "GiB at the peak of a step", rounds[arm]["gib"]))
+    return rows
 
 
 def _train_step(model: LatentForCausalLM, ids: Tensor, k: int, optimizer: torch.optim.Optimizer) -> None:
@@ -151,11 +155,14 @@ def decode(case: dict[str, Any]) -> None:
         runs = {
             arm: partial(_timed_decode, model, prompt, case["new_tokens"], options) for arm, model in models.items()
         }
-        rounds = _measured({arm: names[cache, batch, arm] for arm in runs}, runs, case)
-        for arm in rounds:
-            shown = {"shape": shape, "cache": cache, "batch": batch}
-            rows = _rates(shown, rounds, arm, "decoded tokens per second", batch, ceilings[arm](batch))
-            say(DONE, names[cache, batch, arm], rows)
+        shown = {"shape": shape, "cache": cache, "batch": batch}
+        rows = partial(_decode_rows, shown, ceilings)
+        _measure({arm: names[cache, batch, arm] for arm in runs}, runs, case["decode_rounds"], rows)
+
+
+def _decode_rows(shown: dict[str, Any], ceilings: dict[str, Any], rounds: Rounds, arm: str) -> list[dict[str, Any]]:
+    batch = shown["batch"]
+    return _rates(shown, rounds, arm, "decoded tokens per second", batch, ceilings[arm](batch))
 
 
 def _timed_decode(model: Any, prompt: Tensor, num_new: int, options: dict[str, Any]) -> Quantities:
@@ -186,19 +193,31 @@ def _row(case: dict[str, Any], arm: str, unit: str, values: list[float], **field
     return asdict(Row(case, arm, unit, Spread.of(values), **fields))
 
 
-def _measured(names: dict[str, str], runs: Mapping[str, Callable[[], Quantities]], case: dict[str, Any]) -> Rounds:
-    """The arms whose first run succeeds, interleaved; `first` are the seconds of that run, with what it compiled."""
-    first: dict[str, float] = {}
-    device = torch.device(case["device"])
+def _measure(
+    names: dict[str, str],
+    runs: Mapping[str, Callable[[], Quantities]],
+    repeats: int,
+    rows: Callable[[Rounds, str], list[dict[str, Any]]],
+) -> None:
+    """Report the arms whose first run succeeds: each at once, from a single run, then all interleaved.
 
-    def run_first(arm: str) -> None:
-        first[arm] = device_seconds(runs[arm], device)
+    The first run compiles, and the time may be over before the other arm has.
+    """
+    ready, first = {}, {}
+    for arm, run in runs.items():
+        found: list[Quantities] = []
 
-    ready = {arm: run for arm, run in runs.items() if succeeds(names[arm], partial(run_first, arm))}
-    rounds = interleave(ready, case["rounds"], 1) if ready else {}
+        def two_runs(run=run, found=found) -> None:
+            found += [{"first": device_seconds(run, CPU)}, run()]
+
+        if succeeds(names[arm], two_runs):
+            ready[arm], first[arm] = run, [found[0]["first"]]
+            early = {quantity: [value] for quantity, value in found[1].items()}
+            say(DONE, names[arm], rows({arm: early | {"first": first[arm]}}, arm))
+    rounds = interleave(ready, repeats, warmup=0) if ready else {}
     for arm in rounds:
-        rounds[arm]["first"] = [first[arm]]
-    return rounds
+        rounds[arm]["first"] = first[arm]
+        say(DONE, names[arm], rows(rounds, arm))
 
 
 def _rates(

@@ -37,7 +37,7 @@ class Findings:
 
 
 def say(kind: str, what: str, value: Any = None) -> None:
-    """A child's report on `what`."""
+    """A child's report on `what`; the latest one stands."""
     print(MARK + json.dumps([kind, what, value]), flush=True)
 
 
@@ -76,8 +76,7 @@ def succeeds(what: str, function: Callable[[], object]) -> bool:
 def run_isolated(name: str, arguments: Sequence[str], seconds: float) -> Findings:
     """Run Python with these arguments as a child, for so long at most; what it found. `name` is for messages.
 
-    Its error output goes where ours does. A child that crashes fails what it had planned and not reported; one that is
-    stopped by the clock skips it.
+    Its error output goes where ours does. To be stopped by the clock is to skip what was planned; to crash is to fail.
     """
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
@@ -94,23 +93,17 @@ def run_isolated(name: str, arguments: Sequence[str], seconds: float) -> Finding
             json.loads(line.removeprefix(MARK)) for line in output if line.startswith(MARK) and line.endswith("\n")
         ]
     found = Findings()
-    missing = [what for kind, what, _ in reports if kind == PLANNED]
-    for kind, what, value in reports:
-        if kind == PLANNED:
-            continue
-        if what in missing:
-            missing.remove(what)
+    for what, (kind, value) in {what: (kind, value) for kind, what, value in reports}.items():
         if kind == DONE:
             found.values.append(value)
+        elif kind == FAILED:
+            found.failed.append(f"{what}: {value}")
         else:
-            (found.failed if kind == FAILED else found.skipped).append(f"{what}: {value}")
-    if not reports:
-        missing = [name]
-    for what in missing:
-        if status is None:
-            found.skipped.append(f"{what}: {seconds:.0f} s were over")
-        else:
-            found.failed.append(f"{what}: the process ended with status {status}")
+            found.skipped.append(f"{what}: {'not reached' if kind == PLANNED else value}")
+    if status is None:
+        found.skipped.append(f"{name}: stopped after {seconds:.0f} s")
+    elif status != 0:
+        found.failed.append(f"{name}: the process ended with status {status}")
     return found
 
 
