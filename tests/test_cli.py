@@ -36,6 +36,8 @@ def test_the_commands_are_frozen():
         "data prepare",
         "data validate",
         "train",
+        "launch",
+        "export",
         "eval",
         "generate",
         "chat",
@@ -117,6 +119,16 @@ def test_errors_are_one_line_and_an_exit_status(monkeypatch, capsys, error, stat
     if status == 1:
         with pytest.raises(type(error)):
             cli.main(["chat", "folder", "--debug"])
+
+
+def test_a_failure_of_the_disk_names_the_file(monkeypatch, capsys):
+    def fail(args):
+        raise OSError(28, "No space left on device", "out/train.bin")
+
+    monkeypatch.setitem(sys.modules, "failing", types.SimpleNamespace(main=fail))
+    monkeypatch.setattr(cli, "_verify", lambda commands: cli._command(commands, "verify", "failing:main", "x"))
+    assert cli.main(["verify"]) == 1
+    assert capsys.readouterr().err == "unspoken: error: No space left on device: out/train.bin\n"
 
 
 def test_unknown_options_go_to_recipes_alone(capsys):

@@ -40,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a full disk, a folder that may not be written
+        if args.debug:
+            raise
+        place = f": {error.filename}" if error.filename else ""
+        print(f"unspoken: error: {error.strerror or error}{place}", file=sys.stderr)
+        return 1
     except Exception as error:
         if args.debug:
             raise
