@@ -34,7 +34,7 @@ def test_a_cap_of_none_caps_nothing():
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_the_balancing_loss_is_over_the_layers_of_all_passes(name):
+def test_the_balancing_loss_is_over_the_layers_of_each_pass(name):
     model, ids = tiny_model(name), random_ids(2, 7)
     outputs = model(ids, labels=ids, num_passes=2, output_router_logits=True)
     layers = model.config.num_hidden_layers
@@ -43,11 +43,13 @@ def test_the_balancing_loss_is_over_the_layers_of_all_passes(name):
     for a, b in zip(outputs.router_logits[:layers], first.router_logits):
         torch.testing.assert_close(a, b)
     assert not torch.allclose(outputs.router_logits[layers], outputs.router_logits[0])
-    # Switch Transformer's loss by hand, over the routers of both passes: experts * sum(share of tokens * probability).
-    probabilities = torch.cat(list(outputs.router_logits)).softmax(-1)
-    chosen = torch.nn.functional.one_hot(probabilities.topk(2).indices, 4).double()
-    by_hand = 4 * (chosen.mean(0) * probabilities.mean(0)).sum()
-    torch.testing.assert_close(outputs.aux_loss.double(), by_hand.double(), rtol=1e-5, atol=0)
+    # Switch Transformer's loss by hand, summed over both passes: experts * sum(share of tokens * probability).
+    by_hand = 0.0
+    for routers in (outputs.router_logits[:layers], outputs.router_logits[layers:]):
+        probabilities = torch.cat(list(routers)).softmax(-1)
+        chosen = torch.nn.functional.one_hot(probabilities.topk(2).indices, 4).double()
+        by_hand += 4 * (chosen.mean(0) * probabilities.mean(0)).sum().double()
+    torch.testing.assert_close(outputs.aux_loss.double(), by_hand, rtol=1e-5, atol=0)
     plain = model(ids, labels=ids, num_passes=2)
     assert plain.aux_loss is None
     torch.testing.assert_close(outputs.loss, plain.loss + 0.5 * outputs.aux_loss)
