@@ -34,7 +34,7 @@ BACKWARDS: dict[str, dict[str, Any]] = {
 ARMS = [(2, backward) for backward in BACKWARDS] + [(1, "whole"), (1, "segmented")]
 TARGETS = {(2, "segmented"): Target(at_most=1.15)}
 TOLERANCE = 1e-4  # float32, sums in another order: 1e-6 of a gradient was seen
-MODEL = {"hidden_size": 1024, "num_hidden_layers": 12, "intermediate_size": 4096, "num_attention_heads": 16}
+MODEL = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "num_attention_heads": 12}
 TINY = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128, "num_attention_heads": 4}
 # glibc keeps what is freed, unless every large tensor is mapped by itself.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "0"}
@@ -142,7 +142,8 @@ def _one_step(case: dict[str, Any]) -> dict[str, Any]:
         engine.settle()
         gc.collect()
         before = peak_bytes(start_anew=True)
-        forward_backward(engine, batch, len(rows), case["k"], nullcontext())
+        with _Operators() as operators:
+            forward_backward(engine, batch, len(rows), case["k"], nullcontext())
         step_bytes = peak_bytes() - before
         gradients = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
         found = {
@@ -151,10 +152,8 @@ def _one_step(case: dict[str, Any]) -> dict[str, Any]:
             "gradients": {name: _shadow(whole_number(gradient)) for name, gradient in gradients.items()},
             "units": len(model.model.blocks()) + 1,
         }
-        with _Operators() as operators:
-            forward_backward(engine, batch, len(rows), case["k"], nullcontext())
-    found["gathers"] = sum("_allgather" in name for name in operators.names)
-    found["reductions"] = sum("_reduce_scatter" in name for name in operators.names)
+    for name, operator in (("gathers", "_allgather"), ("reductions", "_reduce_scatter")):
+        found[name] = sum(operator in run for run in operators.names)
     return found
 
 
