@@ -29,6 +29,11 @@ def main(args: argparse.Namespace) -> int:
     """Run the command; its exit status. 130 after SIGINT or SIGTERM, with a checkpoint saved."""
     command = [word for i, word in enumerate(args.command) if i or word != "--"]
     _check(command)
+    for name in ("processes", "nodes"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UsageError(f"--{name} is {value}; it must be at least 1")
+    if args.max_restarts < 0:
+        raise UsageError(f"--max-restarts is {args.max_restarts}; it must be at least 0")
     num_processes = args.processes or _num_devices()
     if args.nodes > 1 and args.rendezvous is None:
         raise UsageError("--nodes needs --rendezvous HOST:PORT, the same on every node")

@@ -174,3 +174,15 @@ def test_a_place_that_is_none_is_refused(command, tmp_path, capsys):
     for place, message in (("file", "is a file"), ("file/x", "cannot make")):
         assert cli.main([*command, "--run.out", str(tmp_path / place)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_another_model_s_checkpoint_in_the_folder_is_refused(command, tmp_path, capsys, monkeypatch):
+    """It once became the run: the model was built as the checkpoint said."""
+    monkeypatch.setattr("unspoken.train.loop.TrainingLoop._until_signal", _stopped_by_a_signal)
+    other = [*command, "--run.out", str(tmp_path / "other"), "--model.backbone.hidden_size", "48"]
+    assert cli.main(command) == cli.main(other) == 130
+    (foreign,) = (tmp_path / "other" / "checkpoints").iterdir()
+    foreign.rename(tmp_path / "run" / "checkpoints" / "step-00000099")
+    assert cli.main([*command, "--resume"]) == 1
+    message = "step-00000099 was written for another model: its hidden_size is 48, the recipe's 32"
+    assert message in capsys.readouterr().err

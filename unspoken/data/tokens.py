@@ -62,8 +62,10 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     path = folder / MANIFEST
     if not path.is_file():
-        what = "has no manifest.json" if folder.is_dir() else "does not exist"
-        raise UnspokenError(f"{folder} {what}; make a data folder with `unspoken data prepare --out {folder}`")
+        what = "has no manifest.json" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
+        raise UnspokenError(
+            f"{folder} {what}; make a data folder with `unspoken data prepare --corpus core --out {folder}`"
+        )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -39,7 +39,8 @@ RESOLVED, SUMMARY, MODEL, TOKENIZER = "resolved.yaml", "summary.json", "model", 
 GAVE_UP = "gave-up.txt"
 PACKAGES = ("unspoken", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 MAY_CHANGE = {  # between a run and its resumption: they touch neither weights nor curves
-    "run.out", "run.device", "run.report_to", "train.eval_every", "train.save_every", "train.keep_last",
+    "run.out", "run.device", "run.report_to", "data.path", "train.log_every", "train.eval_sequences",
+    "train.eval_every", "train.save_every", "train.keep_last",
     "train.keep_best", "train.save_in_background", "train.micro_batch_size", "train.parallel", "train.keep_gathered",
     "train.segmented_backward",
 }  # fmt: skip
@@ -80,7 +81,7 @@ def train(recipe: Recipe, resume: bool = False, source: str = "the recipe") -> i
     if is_finished:
         return 0
     if ranks.is_main:
-        print(f"stopped at step {loop.progress.step}; go on with\n  {_resume_command(folder)}")
+        print(f"stopped at step {loop.progress.step}; go on with\n  {_resume_command(folder, ranks.size)}")
     return INTERRUPTED
 
 
@@ -133,6 +134,7 @@ def _start(recipe: Recipe, resume: bool, device: "torch.device", ranks: "Ranks")
     values = _resolved(recipe, model.config, data)
     if newest is not None:
         _check_same(values, folder)
+        _check_backbone(recipe, model.config, newest)
     ranks.wait()  # until all have read what is written anew now
     ranks.on_main(lambda: _begin_folder(folder, values, data, resume, newest))
     trackers = open_trackers(recipe.run.report_to, folder, dict(dotted(values))) if ranks.is_main else []
@@ -247,6 +249,22 @@ def _check_same(values: dict[str, Any], folder: Path) -> None:
             )
 
 
+def _check_backbone(recipe: Recipe, config: Any, checkpoint: Path) -> None:
+    """The weights are read into a model like the checkpoint's; it must be the recipe's too.
+
+    Raises:
+        UnspokenError: the checkpoint is another run's.
+    """
+    for key, value in (recipe.model.backbone or {}).items():
+        found = getattr(config.text_config, key, None)
+        if isinstance(value, int) and found != value:  # sizes; transformers rewrites other values
+            raise UnspokenError(
+                f"{checkpoint} was written for another model: its {key} is {found!r}, the recipe's {value!r}. Delete "
+                "it to resume from the checkpoint before it",
+                said_by_main=True,
+            )
+
+
 def _summary(loop: "TrainingLoop", is_finished: bool) -> dict[str, Any]:
     """Counts and compute of the whole run, resumes included."""
     from dataclasses import asdict
@@ -268,8 +286,9 @@ def _summary(loop: "TrainingLoop", is_finished: bool) -> dict[str, Any]:
     }
 
 
-def _resume_command(folder: Path) -> str:
-    return f"unspoken train {shlex.quote(str(folder / RESOLVED))} --resume"
+def _resume_command(folder: Path, num_processes: int) -> str:
+    command = f"train {shlex.quote(str(folder / RESOLVED))} --resume"
+    return f"unspoken {command}" if num_processes == 1 else f"unspoken launch --processes {num_processes} -- {command}"
 
 
 def _git_commit() -> str | None:
