@@ -41,7 +41,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "0"}
 
 
 def run(quick: bool) -> Result:
-    settings = {"model": {"vocab_size": 1024, **(TINY if quick else MODEL)}, "dtype": "fp32", "rows": 2, "tokens": 16}
+    settings = {"model": {"vocab_size": 1024, **(TINY if quick else MODEL)}, "dtype": "fp32", "rows": 2, "tokens": 4}
     result = Result(
         name="pass_memory",
         question="How much memory does a step of 1, 2 and 3 passes add, in each of two FSDP processes and in one?",
