@@ -1,18 +1,24 @@
 """`unspoken train` as users meet it: the command, its files, its exit status."""
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 import yaml
+from filelock import FileLock
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from unspoken import cli
+from unspoken.data.prepare import PrepareOptions, prepare
 from unspoken.train.metrics import read_metrics
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -68,7 +74,7 @@ def test_a_run_from_recipe_to_model(command, tmp_path, capsys):
     assert resolved["train"]["max_steps"] == 3
     assert resolved["model"]["num_train_passes"] == 2
     assert resolved["made_with"]["torch"] and len(resolved["made_with"]["data_fingerprint"]) == 64
-    assert "optim: {learning_rate: 0.003" in capsys.readouterr().out
+    assert f"{run}: recycler, 29,248 parameters, 3 steps of 132 tokens on cpu" in capsys.readouterr().out
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "finished"
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -132,6 +138,7 @@ def _stopped_by_a_signal(loop):
         (["--data.sequence_length", "4096"], "max_position_embeddings, 2048"),
         (["--run.report_to", "tensorboard"], "pip install tensorboard"),
         (["--run.device", "cudda"], "run.device: 'cudda'"),
+        (["--train.parallel", "fsdp"], "train.parallel: fsdp needs several processes"),
     ],
 )
 def test_what_cannot_be_right_is_refused_before_a_step(command, override, message, capsys, tmp_path, monkeypatch):
@@ -139,7 +146,7 @@ def test_what_cannot_be_right_is_refused_before_a_step(command, override, messag
     assert cli.main([*command, *override]) in (1, 2)
     captured = capsys.readouterr()
     assert message in captured.err
-    assert not list(tmp_path.glob("run/*"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_continued_pretraining_introduces_recycling_into_a_plain_model(command, values, tmp_path):
@@ -171,18 +178,74 @@ def test_a_resolved_recipe_that_holds_none_is_named(command, tmp_path, capsys, m
 
 def test_a_place_that_is_none_is_refused(command, tmp_path, capsys):
     (tmp_path / "file").touch()
-    for place, message in (("file", "is a file"), ("file/x", "cannot make")):
+    for place, message in (("file", "is a file"), ("file/x", "cannot write into")):
         assert cli.main([*command, "--run.out", str(tmp_path / place)]) == 2
         assert message in capsys.readouterr().err
 
 
-def test_another_model_s_checkpoint_in_the_folder_is_refused(command, tmp_path, capsys, monkeypatch):
-    """It once became the run: the model was built as the checkpoint said."""
-    monkeypatch.setattr("unspoken.train.loop.TrainingLoop._until_signal", _stopped_by_a_signal)
-    other = [*command, "--run.out", str(tmp_path / "other"), "--model.backbone.hidden_size", "48"]
-    assert cli.main(command) == cli.main(other) == 130
-    (foreign,) = (tmp_path / "other" / "checkpoints").iterdir()
-    foreign.rename(tmp_path / "run" / "checkpoints" / "step-00000099")
+def _stop_after_a_step(command, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("unspoken.train.loop.TrainingLoop._until_signal", _stopped_by_a_signal)
+        assert cli.main(command) == 130
+
+
+@pytest.mark.parametrize("other", [["--run.seed", "1"], ["--model.backbone.hidden_size", "48"]])
+def test_another_run_s_checkpoint_in_the_folder_is_refused(command, tmp_path, capsys, monkeypatch, other):
+    """One of the same shapes, of another seed, once became the run."""
+    _stop_after_a_step(command, monkeypatch)
+    assert cli.main([*command, "--run.out", str(tmp_path / "other"), *other]) == 0
+    foreign = tmp_path / "run" / "checkpoints" / "step-00000007"
+    (tmp_path / "other" / "checkpoints" / foreign.name).rename(foreign)
     assert cli.main([*command, "--resume"]) == 1
-    message = "step-00000099 was written for another model: its hidden_size is 48, the recipe's 32"
-    assert message in capsys.readouterr().err
+    assert f"{foreign} was written by another run" in capsys.readouterr().err
+    foreign.rename(foreign.with_name("step-00000099"))
+    assert cli.main([*command, "--resume"]) == 1
+    assert "step-00000099 holds step 7; give the folder its name back" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_whole_is_named_and_left_alone(command, tmp_path, capsys, monkeypatch):
+    _stop_after_a_step(command, monkeypatch)
+    (whole,) = (tmp_path / "run" / "checkpoints").iterdir()
+    cut = whole.with_name("step-00000005")
+    shutil.copytree(whole, cut)
+    next(cut.glob("*.safetensors")).write_bytes(b"half")
+    assert cli.main([*command, "--resume"]) == 0
+    assert f"{cut} is not whole, so it is left alone\nresuming from {whole}" in capsys.readouterr().out
+
+
+def test_two_runs_cannot_share_a_folder(command, tmp_path, capsys, monkeypatch):
+    _stop_after_a_step(command, monkeypatch)
+    with FileLock(tmp_path / "run" / ".lock"):
+        assert cli.main([*command, "--resume"]) == 2
+        assert "another process is training into" in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0
+
+
+def test_a_run_whose_model_could_not_be_written_is_not_lost(command, tmp_path, capsys, monkeypatch):
+    """The disk is full when the last step is done: its checkpoint is there, and --resume writes the model."""
+    with monkeypatch.context() as patch:
+        patch.setattr("unspoken.models.convert.save", _fails_for_want_of_space)
+        assert cli.main(command) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0
+    run = tmp_path / "run"
+    assert "resuming from" in (told := capsys.readouterr()).out and "step-00000007" in told.out
+    assert "step      7" not in told.err, "no step was made again"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["final"]["eval"]["step"] == 7
+    assert cli.main(["export", str(run), "--out", str(tmp_path / "newest")]) == 0
+    exported, trained = (load_file(folder / "model.safetensors") for folder in (tmp_path / "newest", run / "model"))
+    assert exported.keys() == trained.keys() and all(torch.equal(exported[name], trained[name]) for name in trained)
+
+
+def _fails_for_want_of_space(*_args, **_options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_data_that_changed_are_not_resumed_on(command, tmp_path, capsys, monkeypatch, data_folder):
+    _stop_after_a_step(command, monkeypatch)
+    prepare(PrepareOptions(("stdlib",), tokenizer="bpe:300", seed=1), tmp_path / "data")
+    assert cli.main([*command, "--resume", "--data.path", str(tmp_path / "data")]) == 2
+    assert "the data are no longer those" in capsys.readouterr().err
+    shutil.copytree(data_folder, tmp_path / "moved")
+    assert cli.main([*command, "--resume", "--data.path", str(tmp_path / "moved")]) == 0

@@ -16,7 +16,7 @@ from unspoken.paper.command import Command
 from unspoken.paper.environment import is_bfloat16_fast
 from unspoken.paper.pipeline import Stage
 from unspoken.paper.study import TextSection
-from unspoken.train.run import MODEL
+from unspoken.train.folder import MODEL
 
 START_SECONDS = 6.0  # of a command, before it does anything
 SECONDS_PER_PASS_TOKEN = 1.2e-4  # of the small model of recipes/demo, trained on one core

@@ -10,6 +10,7 @@ the shares that it needs. They lie in safetensors, and everything else in JSON: 
 into a hidden folder beside; when the last is done the main process seals it with `checkpoint.json` and renames it.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ from unspoken.errors import UnspokenError
 from unspoken.train.parallel import Ranks, new_messages_group
 
 FOLDER, SEAL = "checkpoints", "checkpoint.json"
-FORMAT = 2
+FORMAT = 3
 CHUNK_BYTES = 2**24
 Tensors = dict[str, Tensor]
 
@@ -126,6 +127,11 @@ def checkpoints(run: Path) -> list[Path]:
     return [path for path in _folders(run / FOLDER) if _has_sizes(path)]
 
 
+def cut_checkpoints(run: Path) -> list[Path]:
+    """Those that are newer than the newest whole one: deleted in part, or copied in part."""
+    return list(itertools.takewhile(lambda path: not _has_sizes(path), _folders(run / FOLDER)))
+
+
 def checkpoint_of(run: Path, step: int) -> Path:
     return run / FOLDER / f"step-{step:08d}"
 
@@ -143,9 +149,21 @@ def check_files(checkpoint: Path) -> None:
     record = read_record(checkpoint)
     if record.get("format") != FORMAT:
         raise UnspokenError(f"{checkpoint} has format {record.get('format')}, this version reads format {FORMAT}")
+    if record.get("step") != step_of(checkpoint):
+        raise UnspokenError(
+            f"{checkpoint} holds step {record.get('step')}; give the folder its name back, or delete it"
+        )
     for name, (_, checksum) in record["files"].items():
         if _checksum(checkpoint / name) != checksum:
             raise _damaged(checkpoint / name, "its checksum is another", checkpoint)
+
+
+def check_belongs(checkpoint: Path, run_id: str) -> None:
+    """Raise UnspokenError if it is another run's: of the same shapes perhaps, but of another seed or other data."""
+    if read_record(checkpoint).get("run_id") != run_id:
+        raise UnspokenError(
+            f"{checkpoint} was written by another run. Delete it to resume from the checkpoint before it"
+        )
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
@@ -247,8 +265,10 @@ def _acting(target: Path, made: Path | None = None) -> Iterator[None]:
     except failures as error:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
+        reason = _first_line(error)
         raise UnspokenError(
-            f"cannot write the checkpoint {target}: {_first_line(error)}. Earlier checkpoints are untouched."
+            f"cannot write the checkpoint {target}: {reason}. Earlier checkpoints are untouched.",
+            said_by_main="Errno" in reason or "os error" in reason,  # and not a process that is gone
         ) from error
 
 

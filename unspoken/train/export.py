@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from unspoken.errors import UnspokenError, UsageError
-from unspoken.train.run import TOKENIZER
+from unspoken.train.folder import TOKENIZER
 
 
 def main(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from unspoken.errors import UnspokenError, UsageError
+from unspoken.errors import UnspokenError
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.loss import IGNORE_INDEX, shift_labels
 from unspoken.train.build import Data, max_passes, num_passes
@@ -90,7 +90,8 @@ def forward_backward(
 
 
 class TrainingLoop:
-    """Trains `model` in place. `checkpoint`: resume from it; it fills the model's weights too."""
+    """Trains `model` in place. `checkpoint`: resume from it; it fills the model's weights too. `run_id` is written into
+    checkpoints."""
 
     def __init__(
         self,
@@ -100,14 +101,13 @@ class TrainingLoop:
         trackers: list[Any] | None = None,
         checkpoint: Path | None = None,
         ranks: Ranks | None = None,
+        run_id: str = "",
     ):
         self.recipe, self.model, self.data, self.trackers = recipe, model, data, trackers or []
         self.ranks = ranks or Ranks()
-        self.folder = recipe.run.out
-        try:
-            _, self.rows_at_once = recipe.train.share(self.ranks.size)
-        except ValueError as error:
-            raise UsageError(f"train: {error}") from error
+        self.folder, self.run_id = recipe.run.out, run_id
+        recipe.check_processes(self.ranks.size)
+        _, self.rows_at_once = recipe.train.share(self.ranks.size)
         self.num_passes, self.max_passes = num_passes(model.config), max_passes(model.config)
         if recipe.optim.adapter_learning_rate_factor == 0:
             freeze_adapter(model)
@@ -117,7 +117,6 @@ class TrainingLoop:
         self.progress = Progress()
         self.window = LossWindow(self.max_passes, model.device)
         self.best: dict[str, Any] = {"step": None, "loss": None}
-        self.last_rows: dict[str, Row] = {}
         self.stop_signal = 0
         self.is_stopping = self.has_warned = False
         self.writer = CheckpointWriter(self.folder, self.ranks, recipe.train.keep_last, recipe.train.save_in_background)
@@ -125,6 +124,7 @@ class TrainingLoop:
             self._load(checkpoint)
         resume_step = None if checkpoint is None else self.progress.step
         self.files = MetricFiles(self.folder, columns(self.max_passes), resume_step) if self.ranks.is_main else None
+        self.last_rows: dict[str, Row] = {row["kind"]: row for row in self.files.kept} if self.files else {}
         self.console = RunConsole(recipe.num_steps, self.progress.step, is_quiet=not self.ranks.is_main)
         self._clock = _Clock()
         self._begin = self._logged = replace(self.progress)
@@ -148,8 +148,8 @@ class TrainingLoop:
                 is_best = False
                 if train.eval_every and (step % train.eval_every == 0 or step == num_steps):
                     is_best = self._evaluate() and train.keep_best
-                is_due = step < num_steps and (self.is_stopping or (train.save_every and step % train.save_every == 0))
-                if is_due or is_best:
+                is_due = train.save_every and (step % train.save_every == 0 or step == num_steps)
+                if is_due or is_best or self.is_stopping:
                     self.save()
                 self.console.advance()
             self.writer.wait()
@@ -252,6 +252,7 @@ class TrainingLoop:
         """Write a checkpoint of the steps done so far."""
         self._clock.add_to(self.progress)
         record = {
+            "run_id": self.run_id,
             "progress": asdict(self.progress.over(self.ranks)),
             "window": self.window.record(self.ranks),
             "best": self.best,

@@ -80,13 +80,14 @@ class LossWindow:
 class MetricFiles:
     """Appends rows to both files, each at once, so that a killed run leaves what it had.
 
-    `resume_step`: rows of later steps, written after the checkpoint that a run resumes from, are dropped first.
+    `resume_step`: rows of later steps, written after the checkpoint that a run resumes from, are dropped first;
+    `kept` are the others.
     """
 
     def __init__(self, folder: Path, names: list[str], resume_step: int | None = None):
         self.jsonl, self.csv, self.names = folder / JSONL, folder / CSV, names
         rows = read_metrics(folder) if resume_step is not None and self.jsonl.exists() else []
-        kept = [row for row in rows if row["step"] <= (resume_step or 0)]
+        self.kept = kept = [row for row in rows if row["step"] <= (resume_step or 0)]
         self.jsonl.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         with self.csv.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.segments import backward_by_pass
 from unspoken.train.recipe import TrainSection
 
+T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)  # of a collective: a process that is gone is noticed much sooner
 
 
@@ -74,6 +75,22 @@ class Ranks:
             raise error
         if has_failed:
             raise UnspokenError("the main process has failed", said_by_main=True)
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Something that each process does for itself. Where it fails in one, every process fails; what the main
+        process meets too is said once."""
+        result, error = None, None
+        try:
+            result = act()
+        except UnspokenError as failure:
+            error = failure
+        has_failed, has_main_failed = self.any(error is not None, error is not None and self.is_main)
+        if error is not None:
+            error.said_by_main = has_main_failed
+            raise error
+        if has_failed:
+            raise UnspokenError("another process has failed; its message stands above", said_by_main=True)
+        return cast(T, result)
 
     def wait(self) -> None:
         """Until all processes are here."""
@@ -211,8 +228,8 @@ def naming_lost_ranks(ranks: Ranks) -> Iterator[None]:
         if ranks.size == 1 or not _is_lost_connection(error):
             raise
         raise UnspokenError(
-            f"process {ranks.rank} of {ranks.size}: another process of this run has stopped; its own message stands "
-            "above. Go on from the newest checkpoint with --resume (`unspoken launch --max-restarts N` does it itself)"
+            "another process of this run has stopped; its own message stands above. Go on from the newest checkpoint "
+            "with --resume (`unspoken launch --max-restarts N` does it itself)"
         ) from error
 
 

@@ -171,9 +171,9 @@ class TrainSection(Section):
 
     `batch_size` counts the sequences of one optimizer step over all processes, `micro_batch_size` those of one backward
     in one process (its whole share, unless given). `third_pass_fraction` of the steps run one pass more than
-    `model.num_train_passes`. An `..._every` of 0 is never; unless `eval_every` is 0 the model is also evaluated before
-    the first step and after the last. `keep_best` keeps, beside the last ones, the checkpoint of the evaluation with
-    the lowest loss of the last trained pass.
+    `model.num_train_passes`. An `..._every` of 0 is never; unless it is 0 the model is also evaluated before the first
+    step and after the last, and a checkpoint is written after the last. `keep_best` keeps, beside the last ones, the
+    checkpoint of the evaluation with the lowest loss of the last trained pass.
 
     With several processes (`unspoken launch`), `parallel` says what each holds: `ddp` the whole model, `fsdp` a share;
     `keep_gathered` gathers a layer once for all passes and the backward, at the price of the whole model's memory.
@@ -194,7 +194,7 @@ class TrainSection(Section):
     log_every: Count = 10
     eval_every: CountOrNone = 100
     eval_sequences: Count = 64
-    save_every: CountOrNone = 0
+    save_every: CountOrNone = 500
     keep_last: Count = 2
     keep_best: bool = False
     save_in_background: bool = False
@@ -272,6 +272,14 @@ class Recipe(Section):
         if self.train.max_steps is not None:
             return self.train.max_steps
         return (self.train.total_tokens or 0) // self.step_tokens
+
+    def check_processes(self, number: int) -> None:
+        """Raise UsageError if so many processes cannot run it."""
+        self.train.engine(number)
+        try:
+            self.train.share(number)
+        except ValueError as error:
+            raise UsageError(f"train: {error}") from error
 
     def plain(self) -> dict[str, Any]:
         """The recipe as what YAML and JSON can hold."""

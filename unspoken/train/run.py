@@ -14,16 +14,26 @@ import os
 import platform
 import shlex
 import subprocess
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 import unspoken
 from unspoken.errors import UnspokenError, UsageError
+from unspoken.train.folder import (
+    MODEL,
+    RESOLVED,
+    RUN_ID,
+    SUMMARY,
+    TOKENIZER,
+    claimed,
+    is_finished,
+    newest_checkpoint,
+    same_run,
+)
 from unspoken.train.recipe import METHOD_FIELDS, Recipe
 from unspoken.train.recipe_file import compact, dotted, load_recipe
 
@@ -35,15 +45,8 @@ if TYPE_CHECKING:
     from unspoken.train.parallel import Ranks
 
 INTERRUPTED = 130
-RESOLVED, SUMMARY, MODEL, TOKENIZER = "resolved.yaml", "summary.json", "model", "tokenizer"
-GAVE_UP = "gave-up.txt"
+GAVE_UP = "UNSPOKEN_GAVE_UP"  # of `unspoken launch`: a file for the exit status of an error that would come back
 PACKAGES = ("unspoken", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-MAY_CHANGE = {  # between a run and its resumption: they touch neither weights nor curves
-    "run.out", "run.device", "run.report_to", "data.path", "train.log_every", "train.eval_sequences",
-    "train.eval_every", "train.save_every", "train.keep_last",
-    "train.keep_best", "train.save_in_background", "train.micro_batch_size", "train.parallel", "train.keep_gathered",
-    "train.segmented_backward",
-}  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -56,55 +59,53 @@ def train(recipe: Recipe, resume: bool = False, source: str = "the recipe") -> i
     """Run a recipe; `source` names it in errors. Under torchrun every process calls it."""
     folder = recipe.run.out
     resume = resume or is_restart()
-    if resume and _is_finished(folder):
+    if resume and is_finished(folder):
         print(f"{folder} is finished; its model is in {folder / MODEL}")
         return 0
     from unspoken.train.build import pick_device
     from unspoken.train.parallel import joined_ranks, local_device
 
+    recipe.check_processes(int(os.environ.get("WORLD_SIZE", "1")))
     device = pick_device(local_device(recipe.run.device))
-    with joined_ranks(device) as ranks:
-        ranks.on_main(lambda: claim(folder, resume))
-        with _giving_up(folder, ranks):
-            try:
-                loop = _start(recipe, resume, device, ranks)
-            except UsageError as error:
-                raise UsageError(f"{source}: {error}", said_by_main=True) from error
-            is_finished = loop.run()
+    with joined_ranks(device) as ranks, _giving_up(ranks), claimed(folder, resume, ranks):
+        try:
+            loop = _start(recipe, resume, device, ranks)
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}", said_by_main=error.said_by_main) from error
+        is_at_end = loop.run()
         for tracker in loop.trackers:
             tracker.finish()
-        if is_finished:
+        if is_at_end:
             _write_model(loop)
-        _write_summary(loop, is_finished)
-    if ranks.is_main and is_finished:
+        _write_summary(loop, is_at_end)
+    if ranks.is_main and is_at_end:
         print(f"{folder / MODEL}: {loop.progress.tokens:,} tokens in {loop.progress.wall_seconds:,.0f} s")
-    if is_finished:
+    if is_at_end:
         return 0
     if ranks.is_main:
-        print(f"stopped at step {loop.progress.step}; go on with\n  {_resume_command(folder, ranks.size)}")
+        print(f"stopped at step {loop.progress.step}; go on with\n  {resume_command(folder, ranks.size)}")
     return INTERRUPTED
 
 
 @contextmanager
-def _giving_up(folder: Path, ranks: "Ranks") -> Iterator[None]:
-    """An error that all processes meet would meet them again after a restart: say so, and do not try.
+def _giving_up(ranks: "Ranks") -> Iterator[None]:
+    """An error that all processes meet would meet them again after a restart: note it, and do not try again.
 
     Raises:
-        UnspokenError: after a restart, what ended the run before it.
+        UnspokenError: after a restart, if such an error ended the processes before it.
     """
-    note = folder / GAVE_UP
+    note = os.environ.get(GAVE_UP)
 
     def look() -> None:
-        if is_restart() and note.is_file():
-            raise UnspokenError(note.read_text(encoding="utf-8"))
-        note.unlink(missing_ok=True)
+        if is_restart() and note and Path(note).read_text(encoding="utf-8"):
+            raise UnspokenError("not tried again: the same error would come back")
 
     ranks.on_main(look)
     try:
         yield
     except UnspokenError as error:
-        if error.said_by_main and ranks.is_main and ranks.size > 1 and folder.is_dir():
-            note.write_text(str(error), encoding="utf-8")
+        if note and ranks.is_main and (error.said_by_main or isinstance(error, UsageError)):
+            Path(note).write_text(str(error.exit_code), encoding="utf-8")
         raise
 
 
@@ -115,31 +116,43 @@ def is_restart() -> bool:
 
 def _start(recipe: Recipe, resume: bool, device: "torch.device", ranks: "Ranks") -> "TrainingLoop":
     """Everything before the first step: checks, model, data, the resolved recipe."""
-    from unspoken.train.metrics import check_trackers, open_trackers
-
-    check_trackers(recipe.run.report_to)
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from unspoken.train.build import build_model, model_like, open_data
+    from unspoken.train.build import open_data
     from unspoken.train.loop import TrainingLoop
+    from unspoken.train.metrics import check_trackers, open_trackers
 
     disable_progress_bar()  # a bar for each checkpoint would break ours
-    data = open_data(recipe)
+    ranks.together(lambda: check_trackers(recipe.run.report_to))
+    data = ranks.together(lambda: open_data(recipe))
     folder = recipe.run.out
-    newest = _newest(folder, ranks) if resume else None
-    torch.manual_seed(recipe.run.seed)
-    model: Any = build_model(recipe, data) if newest is None else model_like(newest)
+    newest, cut = newest_checkpoint(folder, ranks) if resume else (None, [])
+    model, values = ranks.together(lambda: _model(recipe, data, newest))
     model.to(device)
-    values = _resolved(recipe, model.config, data)
-    if newest is not None:
-        _check_same(values, folder)
-        _check_backbone(recipe, model.config, newest)
-    ranks.wait()  # until all have read what is written anew now
-    ranks.on_main(lambda: _begin_folder(folder, values, data, resume, newest))
+    ranks.on_main(lambda: _begin_folder(folder, values, data))
     trackers = open_trackers(recipe.run.report_to, folder, dict(dotted(values))) if ranks.is_main else []
     torch.manual_seed(_dropout_seed(recipe.run.seed, ranks))
-    return TrainingLoop(recipe, model, data, trackers, newest, ranks)
+    loop = TrainingLoop(recipe, model, data, trackers, newest, ranks, run_id=values["made_with"][RUN_ID])
+    if ranks.is_main:
+        _say_what_begins(loop, resume, newest, cut)
+    return loop
+
+
+def _model(recipe: Recipe, data: "Data", newest: Path | None) -> tuple[Any, dict[str, Any]]:
+    """A new model, or one for the checkpoint's weights to be read into; and the resolved recipe."""
+    import torch
+
+    from unspoken.train.build import build_model, model_like
+    from unspoken.train.checkpoint import check_belongs
+
+    torch.manual_seed(recipe.run.seed)
+    model: Any = build_model(recipe, data) if newest is None else model_like(newest)
+    values = _resolved(recipe, model.config, data)
+    if newest is not None:
+        values["made_with"][RUN_ID] = same_run(values, recipe.run.out)
+        check_belongs(newest, values["made_with"][RUN_ID])
+    return model, values
 
 
 def _dropout_seed(seed: int, ranks: "Ranks") -> int:
@@ -147,30 +160,27 @@ def _dropout_seed(seed: int, ranks: "Ranks") -> int:
     return seed + ranks.rank
 
 
-def _newest(folder: Path, ranks: "Ranks") -> Path | None:
-    """The newest whole checkpoint, as the main process sees it, all its files read once."""
-    from unspoken.train.checkpoint import check_files, checkpoint_of, checkpoints, step_of
-
-    found = checkpoints(folder)[:1] if ranks.is_main else []
-
-    def check() -> None:
-        for checkpoint in found:
-            check_files(checkpoint)
-
-    ranks.on_main(check)
-    step = int(ranks.from_main(step_of(found[0]) if found else -1))
-    return None if step < 0 else checkpoint_of(folder, step)
+def _begin_folder(folder: Path, values: dict[str, Any], data: "Data") -> None:
+    (folder / RESOLVED).write_text(compact(values) + "\n", encoding="utf-8")
+    data.tokenizer.save_pretrained(folder / TOKENIZER)
 
 
-def _begin_folder(folder: Path, values: dict[str, Any], data: "Data", resume: bool, newest: Path | None) -> None:
+def _say_what_begins(loop: "TrainingLoop", resume: bool, newest: Path | None, cut: list[Path]) -> None:
+    recipe, folder, model = loop.recipe, loop.recipe.run.out, loop.model
+    for path in cut:
+        print(f"{path} is not whole, so it is left alone")
     if newest is not None:
         print(f"resuming from {newest}")
     elif resume:
-        print(f"{folder} has no checkpoint yet: starting from the first step")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESOLVED).write_text(compact(values) + "\n", encoding="utf-8")
-    data.tokenizer.save_pretrained(folder / TOKENIZER)
-    print(compact(values), flush=True)
+        print(f"{folder} has no whole checkpoint: starting from the first step")
+    method = model.config.model_type.removeprefix("unspoken_")
+    num_parameters = sum(p.numel() for p in model.parameters())
+    where = f"{loop.ranks.size} processes" if loop.ranks.size > 1 else str(model.device)
+    print(
+        f"{folder}: {method}, {num_parameters:,} parameters, {recipe.num_steps:,} steps of {recipe.step_tokens:,} "
+        f"tokens on {where}; the whole recipe is in {folder / RESOLVED}",
+        flush=True,
+    )
 
 
 def _write_model(loop: "TrainingLoop") -> None:
@@ -193,26 +203,6 @@ def _write_summary(loop: "TrainingLoop", is_finished: bool) -> None:
         (loop.recipe.run.out / SUMMARY).write_text(text + "\n", encoding="utf-8")
 
 
-def claim(folder: Path, resume: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"run.out: {folder} is a file")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"run.out: cannot make {folder}: {error.strerror}") from error
-    if not resume and folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(
-            f"run.out: {folder} is not empty; go on with it (--resume), or give another folder (--run.out DIR)"
-        )
-
-
-def _is_finished(folder: Path) -> bool:
-    try:
-        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["status"] == "finished"
-    except (OSError, ValueError, KeyError):
-        return False
-
-
 def _resolved(recipe: Recipe, config: Any, data: "Data") -> dict[str, Any]:
     """The recipe with the method's defaults filled in, and what it is run with."""
     values = recipe.plain()
@@ -220,49 +210,12 @@ def _resolved(recipe: Recipe, config: Any, data: "Data") -> dict[str, Any]:
     values["made_with"] = {
         "data_fingerprint": data.fingerprint,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        RUN_ID: uuid.uuid4().hex,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
     }
     return values
-
-
-def _check_same(values: dict[str, Any], folder: Path) -> None:
-    """A resumed run goes on with what it began with, or is another run.
-
-    Raises:
-        UsageError: naming the key that changed.
-    """
-    try:
-        began_with = yaml.safe_load((folder / RESOLVED).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UnspokenError(f"cannot read {folder / RESOLVED}, so the run cannot be resumed: {error}") from error
-    if not isinstance(began_with, dict):
-        raise UnspokenError(f"{folder / RESOLVED} holds no recipe, so the run cannot be resumed")
-    before = dict(dotted(began_with))
-    for key, value in dotted(values):
-        is_fixed = key == "made_with.data_fingerprint" or not (key in MAY_CHANGE or key.startswith("made_with."))
-        if is_fixed and before.get(key) != value:
-            raise UsageError(
-                f"{key} is {value!r}, but {folder} began with {before.get(key)!r}; a resumed run cannot change it. "
-                "Put it back, or start another run (--run.out DIR)"
-            )
-
-
-def _check_backbone(recipe: Recipe, config: Any, checkpoint: Path) -> None:
-    """The weights are read into a model like the checkpoint's; it must be the recipe's too.
-
-    Raises:
-        UnspokenError: the checkpoint is another run's.
-    """
-    for key, value in (recipe.model.backbone or {}).items():
-        found = getattr(config.text_config, key, None)
-        if isinstance(value, int) and found != value:  # sizes; transformers rewrites other values
-            raise UnspokenError(
-                f"{checkpoint} was written for another model: its {key} is {found!r}, the recipe's {value!r}. Delete "
-                "it to resume from the checkpoint before it",
-                said_by_main=True,
-            )
 
 
 def _summary(loop: "TrainingLoop", is_finished: bool) -> dict[str, Any]:
@@ -286,7 +239,7 @@ def _summary(loop: "TrainingLoop", is_finished: bool) -> dict[str, Any]:
     }
 
 
-def _resume_command(folder: Path, num_processes: int) -> str:
+def resume_command(folder: Path, num_processes: int) -> str:
     command = f"train {shlex.quote(str(folder / RESOLVED))} --resume"
     return f"unspoken {command}" if num_processes == 1 else f"unspoken launch --processes {num_processes} -- {command}"
 
