@@ -51,6 +51,15 @@ def gradient_cases() -> dict[str, dict[str, Any]]:
     return cases
 
 
+def compiled_cases() -> dict[str, dict[str, Any]]:
+    """The graph whole under DDP, block by block under FSDP. Inductor takes minutes."""
+    return {
+        f"{engine}, k={k}": {"engine": engine, "family": "llama_tied", "k": k, "rows_at_once": 1, "compile": True}
+        for engine in ENGINES
+        for k in (2, 3, 1)
+    }
+
+
 def batch_of(rank: int, length: int) -> dict[str, torch.Tensor]:
     """Two rows of a rank, of unequal numbers of targets."""
     ids = random_ids(2, length, seed=rank)
@@ -69,9 +78,8 @@ def reference(family: str, k: int, batches: list[dict[str, torch.Tensor]]) -> di
 
 
 def gradients(ranks: Ranks, engine: str, family: str, k: int, rows_at_once: int = 2, **case: Any) -> dict[str, Any]:
-    train = TrainSection(
-        max_steps=1, gradient_checkpointing=case.get("checkpointing", False), **ENGINES[engine]
-    )  # fmt: skip
+    options = {"gradient_checkpointing": case.get("checkpointing", False), "compile": case.get("compile", False)}
+    train = TrainSection(max_steps=1, **options, **ENGINES[engine])
     batches = [batch_of(rank, length) for rank, length in enumerate(case.get("lengths", (9, 9)))]
     expected = reference(family, k, batches)
     made = Engine(tiny_model(family, torch.float32).train(), train, ranks)
@@ -192,17 +200,18 @@ def disagreements(ranks: Ranks) -> dict[str, Any]:
     return messages
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, compiled: bool) -> None:
     torch.set_num_threads(1)
     values = json.loads((folder / "values.json").read_text())
     found: dict[str, Any] = {"gradients": {}}
     with joined_ranks(torch.device("cpu")) as ranks:
         try:
-            for name, case in gradient_cases().items():
+            for name, case in (compiled_cases() if compiled else gradient_cases()).items():
                 found["gradients"][name] = gradients(ranks, **case)
-            found["exchanges"] = exchanges(ranks)
-            found["disagreements"] = disagreements(ranks)
-            found["training"] = training(ranks, values, folder)
+            if not compiled:
+                found["exchanges"] = exchanges(ranks)
+                found["disagreements"] = disagreements(ranks)
+                found["training"] = training(ranks, values, folder)
         except Exception:
             found["error"] = f"process {ranks.rank}: {traceback.format_exc()}"
             (folder / f"found-{ranks.rank}.json").write_text(json.dumps(found))
@@ -212,4 +221,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), compiled="--compiled" in sys.argv)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.train.conftest import BACKBONE
-from tests.train.parallel_cases import ENGINES, gradient_cases, run_until, without_dropout
+from tests.train.parallel_cases import ENGINES, compiled_cases, gradient_cases, run_until, without_dropout
 from unspoken.data.prepare import PrepareOptions, prepare
 from unspoken.errors import UsageError
 from unspoken.train.loop import TrainingLoop
@@ -60,19 +60,23 @@ def folder(values, tmp_path_factory) -> Path:
     (folder / "values.json").write_text(json.dumps(values))
     for engine in ("ddp", "fsdp", "fsdp-segmented"):
         _alone(values, folder / engine / "begun-alone", stop=3)
+    _in_two_processes(folder)
+    return folder
+
+
+def _in_two_processes(folder: Path, *options: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.train.parallel_cases", str(folder)]
+    command = [sys.executable, "-m", "tests.train.parallel_cases", str(folder), *options]
     processes = [
         subprocess.Popen(command, env={**environment, "RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=400)[1] for process in processes]
+    errors = [process.communicate(timeout=900)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)[-4000:]
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,15 @@ def test_gradients_equal_one_process(found, case):
     assert result["largest"] > 1e-3
     assert result["worst"] < EXACT
     assert result["passes"] == gradient_cases()[case]["k"]
+
+
+@pytest.mark.slow
+def test_compiled_gradients_equal_one_process(tmp_path):
+    (tmp_path / "values.json").write_text("{}")
+    _in_two_processes(tmp_path, "--compiled")
+    gradients = json.loads((tmp_path / "found-0.json").read_text())["gradients"]
+    assert gradients.keys() == compiled_cases().keys()
+    assert all(result["largest"] > 1e-3 and result["worst"] < EXACT for result in gradients.values()), gradients
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
