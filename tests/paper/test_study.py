@@ -74,6 +74,8 @@ def test_losses_of_a_comparison():
         (["recycler-claim", "--seeds", "-1"], "--seeds"),
         (["recycler-claim", "--optim.learning_rat", "1"], "(did you mean 'learning_rate'?) (in arm 'plain')"),
         (["recycler-claim", "--train.batch_size", "x"], "batch_size"),
+        (["recycler-claim", "--quick", "--train.batch_size", "2"], "--train.batch_size: --quick says it itself"),
+        (["recycler-claim", "--train.total_tokens", "abc"], "total_tokens"),
         (["recycler-claim", "--outt", "x"], "outt: unknown key"),
     ],
 )  # fmt: skip

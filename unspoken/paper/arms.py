@@ -64,6 +64,9 @@ class Arms:
     def __init__(self, study: Study, out: Path, overrides: Sequence[str] = (), is_quick: bool = False):
         self.study, self.out, self.is_quick = study, out, is_quick
         self.overrides = list(parse_overrides(list(overrides)))
+        for key, _ in self.overrides:
+            if is_quick and key in (*QUICK, "train.total_tokens", "train.max_steps"):
+                raise UsageError(f"--{key}: --quick says it itself; leave out one of the two")
 
     @cached_property
     def base(self) -> tuple[dict[str, Any], Origins]:
@@ -126,12 +129,12 @@ class Arms:
             fixed["model.from_pretrained"] = str(self.out / "runs" / _run_name(after, seed, budget) / "model")
         for key, value in fixed.items():
             apply_override(values, key, value)
-        if self.is_quick:
-            self._shrink(values)
         try:
             check_recipe(values, str(self.study.path), origins)
         except UsageError as error:
             raise UsageError(f"{error} (in arm {arm!r})") from None
+        if self.is_quick:
+            self._shrink(values)
         parent = _run_name(after, seed, budget) if after else None
         return Run(_run_name(arm, seed, budget), arm, seed, budget, values, parent)
 
