@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from unspoken import RecyclerConfig, RecyclerForCausalLM
+from unspoken import AdaptiveLatentConfig, AdaptiveLatentForCausalLM, RecyclerConfig, RecyclerForCausalLM
 
 VOCAB_SIZE = 64
 PAD, BOS, EOS = 0, 1, 2
@@ -86,6 +86,15 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **f
     return randomise(RecyclerForCausalLM(config), seed).to(dtype).eval()
 
 
+def adaptive_model(
+    name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **fields: Any
+) -> AdaptiveLatentForCausalLM:
+    """A model with latent steps in evaluation mode, whose tokens take different numbers of them."""
+    config = AdaptiveLatentConfig(text_config=text_config(name, **fields.pop("text", {})), **fields)
+    _use_plain_experts(config, dtype)
+    return randomise(AdaptiveLatentForCausalLM(config), seed).to(dtype).eval()
+
+
 def plain_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """The family's own causal LM, in evaluation mode."""
     config = text_config(name, **changes)
@@ -106,7 +115,8 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim > 1:
             # As large as a token's embedding: smaller would hide a lost state, larger would drown the token.
-            parameter.copy_(noise * (0.05 if "adapter" in name else 0.2))
+            # A router that does not tell tokens apart would test no decision.
+            parameter.copy_(noise * (0.05 if "adapter" in name else 1.0 if "router" in name else 0.2))
         else:
             parameter.add_(noise * 0.1)
     return model

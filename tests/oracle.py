@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from unspoken import RecyclerForCausalLM
+from unspoken import AdaptiveLatentForCausalLM, RecyclerForCausalLM
 from unspoken.latent import reference
+from unspoken.models.latent_lm import LatentForCausalLM
 
 # The bodies take norms, softmax and rotary angles in float32 whatever the model's dtype, so float64 models agree to a
 # few float32 roundings, which the recurrence and wide random weights amplify. A wrong state is off by 1e-2 and more.
@@ -31,7 +32,7 @@ def body(model: RecyclerForCausalLM) -> reference.Backbone:
     return run
 
 
-def embed(model: RecyclerForCausalLM, input_ids: Tensor) -> Tensor:
+def embed(model: LatentForCausalLM, input_ids: Tensor) -> Tensor:
     """What enters the first layer for these tokens when nothing is recycled."""
     multiplier = getattr(model.config.text_config, "embedding_multiplier", None) or 1.0
     return model.get_input_embeddings()(input_ids) * model.config.embedding_scale * multiplier
@@ -98,3 +99,45 @@ def naive_generate(
     decoder = NaiveDecoder(model)
     new, logits = decoder.write(decoder.read(input_ids, num_passes), num_tokens, choose)
     return torch.cat([input_ids, new], dim=1), logits
+
+
+def grid_body(model: AdaptiveLatentForCausalLM) -> reference.GridBackbone:
+    """The backbone over any entries of the grid, told in a mask of its own who sees whom."""
+    text_config = model.config.text_config
+    multiplier = getattr(text_config, "embedding_multiplier", None) or 1.0
+
+    def run(inputs: Tensor, times: Tensor, visible: Tensor) -> Tensor:
+        def mask(window: int | None) -> Tensor:
+            seen = visible if window is None else visible & (times > times.unsqueeze(-1) - window)
+            if text_config._attn_implementation == "eager":
+                nothing = torch.zeros((), dtype=inputs.dtype)
+                return torch.where(seen, nothing, torch.finfo(inputs.dtype).min)[None, None]
+            return seen[None, None]
+
+        window, types = getattr(text_config, "sliding_window", None), getattr(text_config, "layer_types", None)
+        masks: Tensor | dict = mask(window)
+        if types is not None:
+            masks = {kind: mask(window if kind == "sliding_attention" else None) for kind in types}
+        outputs = model.model.backbone(
+            inputs_embeds=inputs / multiplier, attention_mask=masks, position_ids=times[None], use_cache=False
+        )
+        return outputs.last_hidden_state
+
+    return run
+
+
+@torch.no_grad()
+def adaptive_oracle(
+    model: AdaptiveLatentForCausalLM, input_ids: Tensor, max_latent_steps: int | None = None
+) -> tuple[Tensor, list[int]]:
+    """Logits [1, T, V] of tokens [1, T], and each token's latent steps."""
+    config = model.config
+    hidden, states, weights = reference.latent_steps(
+        grid_body(model),
+        lambda state, step: torch.sigmoid(model.model.router(state, step)).squeeze(),
+        embed(model, input_ids),
+        config.max_latent_steps if max_latent_steps is None else max_latent_steps,
+        config.exit_threshold,
+    )
+    assert all(abs(sum(float(weight) for weight in row) - 1) < 1e-12 for row in weights)
+    return model.transform(model.lm_head(hidden)), [len(row) - 1 for row in states]

@@ -9,10 +9,13 @@ import importlib
 import wrapt
 
 _NAMES = {
+    "AdaptiveLatentConfig": "config",
     "LatentConfig": "config",
     "RecyclerConfig": "config",
     "VanillaConfig": "config",
     "scaled_init": "config",
+    "AdaptiveLatentModel": "models.adaptive",
+    "AdaptiveLatentForCausalLM": "models.adaptive",
     "RecyclerModel": "models.recycler",
     "RecyclerForCausalLM": "models.recycler",
     "VanillaModel": "models.vanilla",

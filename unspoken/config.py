@@ -2,11 +2,14 @@
 
 import copy
 import difflib
+import math
 from typing import ClassVar, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
+ROUTERS = ("linear", "mlp", "multi_linear", "multi_mlp", "none")
+LOSS_FORMS = ("A", "B", "C", "D")
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 
 
@@ -131,6 +134,70 @@ class RecyclerConfig(LatentConfig):
         return [weight / total for weight in weights]
 
 
+class AdaptiveLatentConfig(LatentConfig):
+    """Adaptive latent CoT: each token runs the backbone again on its own state until a router lets it go.
+
+    - `max_latent_steps`: runs beyond a token's first (the paper's l_max); 0 is the plain model.
+    - `exit_threshold`: tau; a token goes on while the probability of reaching the next step is at least this.
+    - `exit_at_step`: no router; every token takes so many runs of the backbone, and the last one's state counts alone.
+    - `router`: `linear` (one for all steps, the paper's default), `mlp`, `multi_linear`, `multi_mlp`, or `none`, which
+      takes all steps. See `latent.halting.Router`.
+    - `router_bias`: of a new router, whose weights are zero: every gate is sigmoid(router_bias) at first.
+    - `adaptive_loss`: form of the penalty on going on (A, B, C or D, see `latent.halting.adaptive_penalty`),
+      `adaptive_loss_weight` its lambda, `adaptive_loss_exponent` its beta.
+    - `penalize_cuts`: count the gate that a cut overrules too. The paper does not say; such a gate would only ever be
+      pushed down, as no state that it weighs is in the mixture.
+    - `step_loss_weight`: the weight of each step's own next-token loss, their mean beside the mixture's.
+
+    Source: Adaptive latent CoT section 3.
+    """
+
+    model_type = "unspoken_adaptive"
+
+    max_latent_steps: int = 3
+    exit_threshold: float = 0.01
+    exit_at_step: int | None = None
+    router: Literal["linear", "mlp", "multi_linear", "multi_mlp", "none"] = "linear"
+    router_bias: float = 2.0
+    adaptive_loss: Literal["A", "B", "C", "D"] = "B"
+    adaptive_loss_weight: float = 0.4
+    adaptive_loss_exponent: float = 10.0
+    penalize_cuts: bool = False
+    step_loss_weight: float = 0.0
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        check_latent_steps(self.max_latent_steps, self.exit_threshold, self.exit_at_step)
+        for name, valid in (("router", ROUTERS), ("adaptive_loss", LOSS_FORMS)):
+            if (value := getattr(self, name)) not in valid:
+                raise ValueError(f"{name} must be one of {', '.join(valid)}, got {value!r}")
+        for name in ("adaptive_loss_weight", "adaptive_loss_exponent", "step_loss_weight"):
+            if not _is_number(value := getattr(self, name)) or value < 0:
+                raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+        if not _is_number(self.router_bias):
+            raise ValueError(f"router_bias must be a number, got {self.router_bias!r}")
+        if not isinstance(self.penalize_cuts, bool):
+            raise ValueError(f"penalize_cuts must be true or false, got {self.penalize_cuts!r}")
+
+
+def check_latent_steps(max_latent_steps: object, exit_threshold: object, exit_at_step: object) -> None:
+    """Raise ValueError for what cannot be meant, in a configuration or in a call."""
+    if not _is_count(max_latent_steps, at_least=0):
+        raise ValueError(f"max_latent_steps must be a whole number of at least 0, got {max_latent_steps!r}")
+    if not _is_number(exit_threshold) or not 0 <= exit_threshold <= 1:  # type: ignore[operator]
+        raise ValueError(f"exit_threshold must be a probability, 0 to 1, got {exit_threshold!r}")
+    if exit_at_step is not None and not _is_count(exit_at_step, at_least=1):
+        raise ValueError(f"exit_at_step must be a whole number of at least 1, or null, got {exit_at_step!r}")
+
+
+def _is_count(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def scaled_init(hidden_size: int) -> dict[str, float]:
     """Return the from-scratch init of this library: std of the weights, and the scale of token embeddings.
 
@@ -150,5 +217,5 @@ def _refuse_misspelled(kwargs: dict, fields: list[str]) -> None:
             raise TypeError(f"unknown configuration argument {key!r} (did you mean {match[0]!r}?)")
 
 
-for _config_class in (VanillaConfig, RecyclerConfig):
+for _config_class in (VanillaConfig, RecyclerConfig, AdaptiveLatentConfig):
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)

@@ -5,12 +5,15 @@ a cache and without padding. Batches with pads or packed documents are compared 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 Backbone = Callable[[Tensor], Tensor]
 Adapter = Callable[[Tensor], Tensor]
+GridBackbone = Callable[[Tensor, Tensor, Tensor], Tensor]  # inputs [1, N, d], times [N], visible [N, N] -> [1, N, d]
+Gate = Callable[[Tensor, int], Tensor]  # z^(k) [1, 1, d], k -> the probability of going on, a scalar
 
 
 def exact_recurrence(backbone: Backbone, adapter: Adapter, embeddings: Tensor) -> Tensor:
@@ -58,3 +61,67 @@ def prefill_then_decode(
         inputs = torch.cat([inputs, embeddings[:, t : t + 1] + adapter(hidden[:, -1:])], dim=1)
         hidden = torch.cat([hidden, backbone(inputs)[:, -1:]], dim=1)
     return hidden
+
+
+@dataclass
+class Grid:
+    """Every entry so far, in the order in which decoding makes them: token by token, step by step."""
+
+    inputs: list[Tensor] = field(default_factory=list)  # [1, 1, d]
+    times: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def visible(self) -> Tensor:
+        """bool [N, N]: (t, k) reads (u, j) if u <= t and j <= k."""
+        size = len(self.times)
+        return torch.tensor(
+            [
+                [self.times[j] <= self.times[i] and self.steps[j] <= self.steps[i] for j in range(size)]
+                for i in range(size)
+            ]
+        )
+
+    def run(self, backbone: GridBackbone, entry: Tensor, time: int, step: int) -> Tensor:
+        """Add an entry; the state that the backbone makes of it, everything run anew: [1, 1, d]."""
+        self.inputs.append(entry)
+        self.times.append(time)
+        self.steps.append(step)
+        return backbone(torch.cat(self.inputs, dim=1), torch.tensor(self.times), self.visible())[:, -1:]
+
+
+def latent_steps(
+    backbone: GridBackbone,
+    gate: Gate,
+    embeddings: Tensor,
+    max_latent_steps: int,
+    threshold: float,
+    adapter: Adapter | None = None,
+) -> tuple[Tensor, list[list[Tensor]], list[list[Tensor]]]:
+    """Adaptive latent CoT as decoding runs it: one token, one step at a time, everything run anew for each.
+
+    embeddings [1, T, d] -> (z_final [1, T, d]; for each token the states [1, 1, d] of the steps that it took; and their
+    weights). With an `adapter`, the z_final of the token before is recycled into each token's input. Source: Adaptive
+    latent CoT sections 3.2 to 3.5; Recycler Eq. 3.
+    """
+    grid = Grid()
+    finals: list[Tensor] = []
+    all_states: list[list[Tensor]] = []
+    all_weights: list[list[Tensor]] = []
+    for t in range(embeddings.shape[1]):
+        entry = embeddings[:, t : t + 1]
+        if adapter is not None and t > 0:
+            entry = entry + adapter(finals[-1])
+        states, weights = [], []
+        reach = embeddings.new_ones(())
+        for step in range(1, max_latent_steps + 2):
+            states.append(grid.run(backbone, entry, t, step))
+            next_reach = reach * gate(states[-1], step) if step <= max_latent_steps else reach * 0.0
+            if step > max_latent_steps or next_reach < threshold:
+                weights.append(reach)
+                break
+            weights.append(reach - next_reach)
+            reach, entry = next_reach, states[-1]
+        finals.append(torch.stack([w * z for w, z in zip(weights, states, strict=True)]).sum(0))
+        all_states.append(states)
+        all_weights.append(weights)
+    return torch.cat(finals, dim=1), all_states, all_weights

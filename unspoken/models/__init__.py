@@ -1,16 +1,23 @@
 """Latent language models over any supported transformers backbone."""
 
 import importlib
+from typing import Any
 
 
 def register() -> None:
     """Enter the latent models into transformers' Auto classes. Called when those are imported."""
     from transformers import AutoModel, AutoModelForCausalLM
 
+    from unspoken.models.adaptive import AdaptiveLatentForCausalLM, AdaptiveLatentModel
     from unspoken.models.recycler import RecyclerForCausalLM, RecyclerModel
     from unspoken.models.vanilla import VanillaForCausalLM, VanillaModel
 
-    for base, head in ((RecyclerModel, RecyclerForCausalLM), (VanillaModel, VanillaForCausalLM)):
+    models: tuple[tuple[Any, Any], ...] = (
+        (VanillaModel, VanillaForCausalLM),
+        (RecyclerModel, RecyclerForCausalLM),
+        (AdaptiveLatentModel, AdaptiveLatentForCausalLM),
+    )
+    for base, head in models:
         AutoModel.register(base.config_class, base, exist_ok=True)
         AutoModelForCausalLM.register(head.config_class, head, exist_ok=True)
 

@@ -7,6 +7,7 @@ recurrence needs may live in the head model.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import LatentConfig
+from unspoken.latent.halting import RouterOutput
 from unspoken.latent.recycle import ZeroLinear, ZeroRMSNorm, predicted_positions
 from unspoken.models.backbone import build_backbone, embedding_name, family_of, logit_transform
 from unspoken.models.inputs import real_positions
@@ -29,7 +31,7 @@ from unspoken.models.segments import Segment
 class LatentModelOutput(ModelOutput):
     """`last_hidden_state` [B, T, d] is the last pass's; `pass_hidden_states` holds all k passes' when they ran in
     parallel (None in decoding); `router_logits` concatenates the passes'. `segments` are the cuts of a forward that was
-    `segmented`, see `models/segments.py`."""
+    `segmented`, see `models/segments.py`; `latents` are the latent steps of each token, see `models/adaptive.py`."""
 
     last_hidden_state: Tensor = None  # type: ignore[assignment]  # ModelOutput wants defaults
     cache: Cache | None = None
@@ -38,6 +40,7 @@ class LatentModelOutput(ModelOutput):
     router_logits: tuple[Tensor, ...] | None = None
     pass_hidden_states: tuple[Tensor, ...] | None = None
     segments: tuple[Segment, ...] | None = None
+    latents: Any = None
 
 
 @dataclass
@@ -55,6 +58,7 @@ class LatentCausalLMOutput(ModelOutput):
     pass_losses: Tensor | None = None
     pass_hidden_states: tuple[Tensor, ...] | None = None
     segments: tuple[Segment, ...] | None = None
+    latents: Any = None
 
 
 class LatentPreTrainedModel(PreTrainedModel):
@@ -74,6 +78,8 @@ class LatentPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ZeroLinear | ZeroRMSNorm):
             nn.init.zeros_(module.weight)
+            if isinstance(module, RouterOutput):
+                nn.init.constant_(module.bias, module.start)
         else:
             super()._init_weights(module)
 
@@ -219,8 +225,7 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
                 labels = labels.masked_fill(~follows, IGNORE_INDEX)
             loss, pass_losses = self.pass_loss(outputs, labels, num_items_in_batch)
             if outputs.router_logits is not None:
-                real = real_positions(attention_mask, labels.shape[1])
-                aux_loss = self.router_loss(outputs.router_logits, real, len(outputs.pass_hidden_states or (0,)))
+                aux_loss = self.router_loss(outputs, real_positions(attention_mask, labels.shape[1]))
                 loss = loss + self._router_loss_weight(labels, num_items_in_batch) * aux_loss
         if skip_logits is None:
             skip_logits = labels is not None and self.training
@@ -238,34 +243,40 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         """Loss over all passes and each pass's own [k], each divided by the number of target tokens."""
         passes = list(outputs.pass_hidden_states or [outputs.last_hidden_state])
         targets = shift_labels(labels)
-        weights = self.config.loss_weights(len(passes))
-        if type(self.lm_head) is nn.Linear and self.lm_head.bias is None:
-            total, losses = chunked_cross_entropy(passes, self.lm_head.weight, targets, self.transform, weights)
-        else:  # a head that LoRA wraps, or that was replaced: what it computes is more than its weight
-            total, losses = module_cross_entropy(passes, self.lm_head, targets, self.transform, weights)
+        total, losses = self.cross_entropy(passes, targets, self.config.loss_weights(len(passes)))
         if num_items_in_batch is None:
             num_items_in_batch = (targets != -100).sum()
         return total / num_items_in_batch, losses / num_items_in_batch
 
-    def router_loss(self, router_logits: tuple[Tensor, ...], real: Tensor | None, num_passes: int = 1) -> Tensor:
-        """The family's load-balancing loss of each pass, reduced as the passes' own losses are.
+    def cross_entropy(self, passes: list[Tensor], targets: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
+        """Summed cross-entropy of states [B, T, d], weighted over the passes, and each pass's own [k], detached."""
+        if type(self.lm_head) is nn.Linear and self.lm_head.bias is None:
+            return chunked_cross_entropy(passes, self.lm_head.weight, targets, self.transform, weights)
+        # A head that LoRA wraps, or that was replaced: what it computes is more than its weight.
+        return module_cross_entropy(passes, self.lm_head, targets, self.transform, weights)
+
+    def router_loss(self, outputs: LatentModelOutput, real: Tensor | None) -> Tensor:
+        """The family's load-balancing loss of each pass, reduced as the passes' own losses are. real bool [B, T].
 
         Each pass must be balanced for itself: over all passes at once, experts that serve one pass alone would pass
         for balanced. Only the real tokens count. It is the loss of the tokens that this forward sees (as in
         transformers), so unlike the cross-entropy it depends on how a batch is split.
         """
+        num_passes = len(outputs.pass_hidden_states or (0,))
+        weights = self.config.loss_weights(num_passes)
+        pairs = zip(weights, by_pass(outputs.router_logits or (), num_passes), strict=True)
+        return torch.stack([weight * self.balancing_loss(logits, real) for weight, logits in pairs]).sum()
+
+    def balancing_loss(self, router_logits: tuple[Tensor, ...], real: Tensor | None) -> Tensor:
+        """The family's load-balancing loss of one run of the backbone. real: bool, shaped as the run's tokens."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         text_config = self.config.text_config
         num_experts = getattr(text_config, str(family_of(text_config).experts))
         top_k = text_config.num_experts_per_tok
-        losses = [
-            weight * load_balancing_loss_func(logits, num_experts, top_k, real)  # type: ignore[arg-type]
-            for weight, logits in zip(
-                self.config.loss_weights(num_passes), by_pass(router_logits, num_passes), strict=True
-            )
-        ]
-        return torch.stack(losses).sum()
+        loss = load_balancing_loss_func(router_logits, num_experts, top_k, real)  # type: ignore[arg-type]
+        assert isinstance(loss, Tensor)
+        return loss
 
     def _router_loss_weight(self, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | float:
         """The family's coefficient, shared out by targets over the micro-batches of one optimizer step."""

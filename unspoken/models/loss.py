@@ -100,6 +100,21 @@ def module_cross_entropy(
     return torch.stack(weighted).sum(), torch.stack(losses).detach()
 
 
+@torch.no_grad()
+def target_probabilities(hidden: Tensor, head: nn.Module, targets: Tensor, transform: LogitTransform) -> Tensor:
+    """The probability of each token's target, without a gradient. hidden [n, d], targets [n] -> [n], at least float32.
+
+    Some tokens' logits at a time are made, and dropped.
+    """
+    found = []
+    for part in _slices(len(hidden), max(1, CHUNK_LOGITS // getattr(head, "out_features", 2**16))):
+        logits = transform(head(hidden[part]))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen = logits.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
+        found.append((chosen - logits.logsumexp(-1)).exp())
+    return torch.cat(found) if found else hidden.new_zeros(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+
 def _check_range(targets: Tensor, vocab_size: int) -> None:
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < vocab_size:
         raise ValueError(

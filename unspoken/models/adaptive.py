@@ -1,0 +1,465 @@
+"""Adaptive latent CoT: a token's state goes through the backbone again until a router lets the token go.
+
+    step 1        all tokens, as in a plain model
+    step k + 1    the tokens that go on, gathered; their inputs are their own states z^(k), after the final norm
+    z_final       the mixture of each token's states; it meets the head, once
+
+Steps of a token share its position id. A query reads keys and values of its own step and below (`latent/
+visibility.py`), which earlier runs have made and nothing makes again. So a forward over many tokens computes what
+decoding computes, at every k, and a batch's row costs nothing once its tokens have exited.
+
+Source: Adaptive latent CoT section 3; oracle: `latent/reference.py` `latent_steps`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
+from transformers.utils.generic import can_return_tuple
+
+from unspoken.config import AdaptiveLatentConfig, check_latent_steps
+from unspoken.latent.halting import Halting, Router, adaptive_penalty, halt
+from unspoken.latent.recycle import document_starts
+from unspoken.latent.slots import Part, run_cache, slot_table, store, stored_part, written
+from unspoken.latent.visibility import Entries, grid_masks, joined
+from unspoken.models.backbone import input_multiplier
+from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
+from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput, by_pass
+from unspoken.models.loss import IGNORE_INDEX, shift_labels, target_probabilities
+
+
+@dataclass
+class Knobs:
+    """How deep a forward may go; the configuration's values unless the call says otherwise."""
+
+    max_latent_steps: int
+    exit_threshold: float
+    exit_at_step: int | None
+
+    @property
+    def last_step(self) -> int:
+        return self.exit_at_step or self.max_latent_steps + 1
+
+
+@dataclass
+class LatentStep:
+    """One step of a forward, for the n tokens that took it, [n] each: `token` is b * T + t. gate: None at a last step.
+    hidden [n, d], weight: what the step adds to the mixture."""
+
+    token: Tensor
+    hidden: Tensor
+    reach: Tensor
+    gate: Tensor | None
+    weight: Tensor
+    goes_on: Tensor
+
+
+@dataclass
+class Latents:
+    """What a forward's latent steps were. lengths int64 [B, T]: latent steps of each token, 0 at pads. taken: for each
+    run of the backbone, which of its entries [b, Q] are tokens. penalty: what the loss counts for going on."""
+
+    lengths: Tensor
+    steps: list[LatentStep]
+    taken: list[Tensor]
+    penalty: Tensor | None = None
+
+
+@dataclass
+class _Active:
+    """The tokens of one run: `rows` [b] of the batch (None: all), `columns` [b, Q], `taken` bool [b, Q] (False: what
+    fills a short row), and their `reach` [b, Q]."""
+
+    rows: Tensor | None
+    columns: Tensor
+    taken: Tensor
+    reach: Tensor
+
+    def tokens(self, num_columns: int) -> Tensor:
+        """b * T + t of each entry [b, Q]."""
+        rows = torch.arange(len(self.columns), device=self.columns.device) if self.rows is None else self.rows
+        return rows.unsqueeze(-1) * num_columns + self.columns
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The entries of a tensor [B, T]."""
+        return (tensor if self.rows is None else tensor[self.rows]).gather(1, self.columns)
+
+
+class TakesLatentSteps:
+    """The steps, for a `LatentModel` with a backbone, a router and a configuration. Mixed in by the models below."""
+
+    backbone: Any
+    router: Router
+    config: Any
+    training: bool
+    gradient_checkpointing: bool = False
+    goes_on_anywhere: Callable[[bool], bool] = staticmethod(bool)
+    """Whether tokens go on in any process. Shards of a step must be gathered by all of them, or by none."""
+
+    def knobs(self, max_latent_steps: int | None, exit_threshold: float | None, exit_at_step: int | None) -> Knobs:
+        """The configuration's, but for what the call says. A call's `max_latent_steps` overrules an `exit_at_step` of
+        the configuration."""
+        config = self.config
+        if exit_at_step is None and max_latent_steps is None:
+            exit_at_step = config.exit_at_step
+        if max_latent_steps is None:
+            max_latent_steps = config.max_latent_steps
+        if exit_threshold is None:
+            exit_threshold = config.exit_threshold
+        check_latent_steps(max_latent_steps, exit_threshold, exit_at_step)
+        if exit_at_step is None and config.router == "none":
+            exit_at_step = max_latent_steps + 1
+        return Knobs(max_latent_steps, exit_threshold, exit_at_step)
+
+    def think(
+        self,
+        embeds: Tensor,
+        attention_mask: Tensor | dict | None,
+        position_ids: Tensor | None,
+        real: Tensor | None,
+        cache: Cache | None,
+        knobs: Knobs,
+        keeps_steps: bool = False,
+        **options,
+    ) -> LatentModelOutput:
+        """All steps of tokens that follow the cache's. embeds [B, T, d]; real bool [B, T] or None."""
+        if cache is None and knobs.last_step == 1:
+            return self._plain(embeds, attention_mask, position_ids, options)
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+            raise ValueError(
+                "a 4D attention_mask says nothing of latent steps; give a 2D one, or position_ids that restart with "
+                "each document"
+            )
+        batch, num_columns = embeds.shape[:2]
+        table = None if cache is None else slot_table(cache, self.config.num_hidden_layers)
+        stored = None if table is None or cache is None else stored_part(cache, table)
+        first = 0 if table is None else table.num_tokens
+        columns = torch.arange(num_columns, device=embeds.device).expand(batch, -1)
+        is_real = torch.ones_like(columns, dtype=torch.bool) if real is None else real
+        documents = None
+        if position_ids is not None and cache is None:
+            documents = document_starts(position_ids, real).cumsum(-1).expand(batch, -1)
+        positions = columns + first if position_ids is None else position_ids.expand(batch, -1)
+        entries = Entries(columns + first, is_real.long(), documents)
+        mask = attention_mask
+        if documents is not None and documents.any():
+            mask = document_mask(self.config, embeds, attention_mask, position_ids)
+        if stored is not None and table is not None and not table.is_flat:
+            mask = self._mask([stored], entries, None, 1, embeds.dtype)
+        active = _Active(None, columns, is_real, torch.ones_like(columns, dtype=torch.float32))
+        mixture = _Mixture(embeds, knobs)
+        parts: list[Part] = [] if stored is None else [stored]
+        steps, taken, router_logits = [], [], []
+        lengths = torch.zeros_like(columns).flatten()
+        hidden_states = None
+        # Slots are no positions: a body that counts them itself would be wrong behind deeper steps.
+        inputs, run_positions = embeds, position_ids if stored is None else positions
+        for step in range(1, knobs.last_step + 1):
+            earlier = [part.of(active.rows) for part in parts]
+            output = self._run(inputs, mask, run_positions, earlier, options)
+            parts.append(Part(active.rows, entries, output.keys))
+            router_logits += output.router_logits
+            taken.append(active.taken)
+            hidden_states = hidden_states or output.hidden_states
+            gate = self._gate(output.hidden, active, step, knobs)
+            halting = self._halt(active, gate, step, knobs)
+            tokens = active.tokens(num_columns)
+            mixture.add(output.hidden, halting.weight, tokens, active.taken, is_first=step == 1)
+            if keeps_steps:
+                steps.append(_kept(output.hidden, active, gate, halting, tokens))
+            if step == knobs.last_step or not self.goes_on_anywhere(bool(halting.goes_on.any())):
+                break
+            lengths = lengths.index_add(0, tokens[halting.goes_on], torch.ones_like(tokens[halting.goes_on]))
+            active, inputs = _gathered(output.hidden, active, halting)
+            inputs = inputs / self._input_multiplier() if self._input_multiplier() != 1.0 else inputs
+            entries = Entries(
+                active.columns + first,
+                active.taken * (step + 1),
+                None if documents is None else active.of(documents),
+            )
+            run_positions = active.of(positions)
+            mask = self._mask(parts, entries, active.rows, step + 1, inputs.dtype)
+        if cache is not None and table is not None:
+            store(cache, table, parts[0 if stored is None else 1 :], num_columns)
+        final = mixture.state()
+        if torch.is_grad_enabled():
+            final = final + self.router.zero()
+        return LatentModelOutput(
+            last_hidden_state=final,
+            cache=cache,
+            hidden_states=None if hidden_states is None else (*hidden_states[:-1], final),
+            router_logits=tuple(router_logits) or None,
+            pass_hidden_states=(final,),
+            latents=Latents(lengths.view(batch, num_columns), steps, taken),
+        )
+
+    def _plain(self, embeds: Tensor, attention_mask, position_ids: Tensor | None, options: dict) -> LatentModelOutput:
+        """One run and no latent step: the plain model, bit for bit."""
+        output = self.backbone(
+            inputs_embeds=embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+            **options,
+        )
+        final = output.last_hidden_state
+        if torch.is_grad_enabled():
+            final = final + self.router.zero()
+        return LatentModelOutput(
+            last_hidden_state=final,
+            hidden_states=output.get("hidden_states"),
+            attentions=output.get("attentions"),
+            router_logits=output.get("router_logits"),
+            pass_hidden_states=(final,),
+            latents=Latents(torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device), [], []),
+        )
+
+    def _mask(self, parts: list[Part], entries: Entries, rows: Tensor | None, step: int, dtype: torch.dtype):
+        seen = joined([*(part.entries_of(rows) for part in parts), entries])
+        return grid_masks(self.config.text_config, seen, len(entries), step, dtype)
+
+    def _run(self, inputs: Tensor, mask, positions: Tensor | None, earlier: list[Part], options: dict) -> "_Run":
+        """One run of the backbone over the keys and values of earlier ones."""
+        num_layers = self.config.num_hidden_layers
+
+        def run(inputs: Tensor, *flat: Tensor):
+            pairs = list(zip(flat[::2], flat[1::2], strict=True))
+            parts = [replace(part, keys=pairs[i * num_layers : (i + 1) * num_layers]) for i, part in enumerate(earlier)]
+            cache = run_cache(parts, num_layers)
+            output = self.backbone(
+                inputs_embeds=inputs,
+                attention_mask=mask,
+                position_ids=positions,
+                cache=cache,
+                use_cache=True,
+                **options,
+            )
+            new = [tensor for pair in written(cache) for tensor in pair]
+            router_logits = output.get("router_logits") or ()
+            return output.last_hidden_state, router_logits, output.get("hidden_states"), *new
+
+        flat = [tensor for part in earlier for pair in part.keys for tensor in pair]
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            hidden, router_logits, hidden_states, *new = checkpoint(run, inputs, *flat, use_reentrant=False)
+        else:
+            hidden, router_logits, hidden_states, *new = run(inputs, *flat)
+        return _Run(hidden, list(router_logits), hidden_states, list(zip(new[::2], new[1::2], strict=True)))
+
+    def _gate(self, hidden: Tensor, active: _Active, step: int, knobs: Knobs) -> Tensor | None:
+        if knobs.exit_at_step is not None or step == knobs.last_step:
+            return None
+        return torch.sigmoid(self.router(hidden, step)).masked_fill(~active.taken, 0)
+
+    def _halt(self, active: _Active, gate: Tensor | None, step: int, knobs: Knobs) -> Halting:
+        if knobs.exit_at_step is None or step == knobs.last_step:
+            return halt(active.reach, gate, knobs.exit_threshold)
+        goes_on = active.taken
+        return Halting(active.reach.masked_fill(goes_on, 0), active.reach.masked_fill(~goes_on, 0), goes_on)
+
+    def _input_multiplier(self) -> float:
+        """A body that multiplies its inputs (Granite) would multiply a state, which is no embedding."""
+        return input_multiplier(self.config.text_config)
+
+
+@dataclass
+class _Run:
+    hidden: Tensor
+    router_logits: list[Tensor]
+    hidden_states: tuple[Tensor, ...] | None
+    keys: list[tuple[Tensor, Tensor]]
+
+
+class _Mixture:
+    """z_final of all tokens, summed up step by step in at least float32."""
+
+    def __init__(self, embeds: Tensor, knobs: Knobs):
+        self.shape = embeds.shape
+        self.is_single = knobs.last_step == 1
+        self.total: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+
+    def add(self, hidden: Tensor, weight: Tensor, tokens: Tensor, taken: Tensor, is_first: bool) -> None:
+        """hidden [b, Q, d] with weight [b, Q], to the tokens [b, Q] where `taken`."""
+        if self.is_single:
+            self.total, self.dtype = hidden, hidden.dtype
+            return
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        part = hidden.to(precise) * weight.to(precise).unsqueeze(-1)
+        if is_first:
+            self.total, self.dtype = part.flatten(0, 1), hidden.dtype
+            return
+        assert self.total is not None
+        self.total = self.total.index_add(0, tokens[taken], part[taken])
+        if not taken.any() and torch.is_grad_enabled():
+            self.total = self.total + part.sum() * 0.0  # another process's step: in the graph here too
+
+    def state(self) -> Tensor:
+        assert self.total is not None and self.dtype is not None
+        return self.total.view(*self.shape[:2], -1).to(self.dtype)
+
+
+def _kept(hidden: Tensor, active: _Active, gate: Tensor | None, halting: Halting, tokens: Tensor) -> LatentStep:
+    taken = active.taken
+    return LatentStep(
+        tokens[taken],
+        hidden[taken],
+        active.reach[taken],
+        None if gate is None else gate[taken],
+        halting.weight[taken],
+        halting.goes_on[taken],
+    )
+
+
+def _gathered(hidden: Tensor, active: _Active, halting: Halting) -> tuple[_Active, Tensor]:
+    """The tokens that go on, close together, and their inputs [b, Q, d]. Without gradients, rows that have none are
+    left out; with them every row stays, so that its keys need no copy."""
+    goes_on, rows = halting.goes_on, active.rows
+    columns, reach = active.columns, halting.next_reach
+    if not torch.is_grad_enabled() and not (has_some := goes_on.any(-1)).all() and has_some.any():
+        chosen = has_some.nonzero().squeeze(-1)
+        rows = chosen if rows is None else rows[chosen]
+        goes_on, columns, reach, hidden = goes_on[chosen], columns[chosen], reach[chosen], hidden[chosen]
+    count = max(1, int(goes_on.sum(-1).max()))
+    order = (~goes_on).long().argsort(dim=-1, stable=True)[:, :count]
+    taken = goes_on.gather(1, order)
+    inputs = hidden.gather(1, order.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+    inputs = inputs.masked_fill(~taken.unsqueeze(-1), 0)
+    return _Active(rows, columns.gather(1, order), taken, reach.gather(1, order)), inputs
+
+
+class AdaptiveLatentModel(TakesLatentSteps, LatentModel):
+    """The backbone, the router and the steps. Returns z_final; the head comes later."""
+
+    config_class = AdaptiveLatentConfig
+    _can_compile_fullgraph = False  # how many tokens go on is data
+
+    def __init__(self, config: AdaptiveLatentConfig):
+        super().__init__(config)
+        self.router = Router(config.hidden_size, config.max_latent_steps, config.router, config.router_bias)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        num_passes: int | str | None = None,
+        prompt_mask: Tensor | None = None,
+        max_latent_steps: int | None = None,
+        exit_threshold: float | None = None,
+        exit_at_step: int | None = None,
+        keeps_steps: bool | None = None,
+        **kwargs,
+    ) -> LatentModelOutput:
+        """Run the steps.
+
+        max_latent_steps, exit_threshold, exit_at_step: instead of the configuration's, see `AdaptiveLatentConfig`.
+        num_passes: 1 or "exact", which is the same here: nothing is recycled. prompt_mask: nothing to stop.
+        keeps_steps: return each step's states and gates in `latents.steps` (the default with gradients).
+        """
+        knobs = self.knobs(max_latent_steps, exit_threshold, exit_at_step)
+        if num_passes not in (None, 1, "exact"):
+            raise ValueError(f"an adaptive model has one pass; got num_passes={num_passes!r}")
+        embeds = self.embed(input_ids, inputs_embeds)
+        real = real_positions(attention_mask, embeds.shape[1])
+        embeds = without_pads(embeds, real)
+        packed = is_packed(position_ids, real)
+        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
+        refuse_unknown(kwargs)
+        if keeps_steps is None:
+            keeps_steps = torch.is_grad_enabled()
+        if packed and cache is None and knobs.last_step == 1:
+            attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
+        return self.think(embeds, attention_mask, position_ids, real, cache, knobs, keeps_steps, **kwargs)
+
+
+class AdaptiveLatentForCausalLM(LatentForCausalLM):
+    """Adaptive latent CoT with its head and its loss: the mixture's cross-entropy, and the price of going on."""
+
+    config_class = AdaptiveLatentConfig
+    base_model_class = AdaptiveLatentModel
+    _can_compile_fullgraph = False
+    STEP_OPTIONS = ("max_latent_steps", "exit_threshold", "exit_at_step")
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        max_latent_steps: int | None = None,
+        exit_threshold: float | None = None,
+        exit_at_step: int | None = None,
+        labels: Tensor | None = None,
+        **kwargs,
+    ):
+        """As `LatentForCausalLM.forward`, with the knobs of `AdaptiveLatentModel.forward`."""
+        given = {
+            "max_latent_steps": max_latent_steps,
+            "exit_threshold": exit_threshold,
+            "exit_at_step": exit_at_step,
+        }
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        if labels is not None:
+            kwargs.setdefault("keeps_steps", True)
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+    def pass_loss(
+        self, outputs: LatentModelOutput, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The mixture's loss with the penalty on going on; and the mixture's own [1]."""
+        total, losses = super().pass_loss(outputs, labels, num_items_in_batch)
+        if outputs.latents is None or not outputs.latents.steps:
+            return total, losses
+        targets = shift_labels(labels)
+        if num_items_in_batch is None:
+            num_items_in_batch = (targets != IGNORE_INDEX).sum()
+        targets = targets.flatten()
+        penalty = self.adaptive_loss(outputs.latents, targets) / num_items_in_batch
+        outputs.latents.penalty = penalty.detach()
+        total = total + penalty
+        if self.config.step_loss_weight > 0:
+            total = (
+                total + self.config.step_loss_weight * self._step_loss(outputs.latents, targets) / num_items_in_batch
+            )
+        return total, losses
+
+    def router_loss(self, outputs: LatentModelOutput, real: Tensor | None) -> Tensor:
+        """The family's load-balancing loss of each run of the backbone, over the tokens that took part; their mean."""
+        if outputs.latents is None or not outputs.latents.taken:
+            return super().router_loss(outputs, real)
+        runs = by_pass(outputs.router_logits or (), len(outputs.latents.taken))
+        pairs = zip(runs, outputs.latents.taken, strict=True)
+        return torch.stack([self.balancing_loss(logits, taken) for logits, taken in pairs]).mean()
+
+    def adaptive_loss(self, latents: Latents, targets: Tensor) -> Tensor:
+        """lambda times the penalty, summed over steps and tokens that have a target. targets [B * T]."""
+        config = self.config
+        total: Tensor = torch.zeros((), device=targets.device)
+        for step in latents.steps:
+            if step.gate is None or config.adaptive_loss_weight == 0:
+                continue
+            counted = targets[step.token] != IGNORE_INDEX
+            if not config.penalize_cuts:
+                counted = counted & step.goes_on
+            chosen = targets[step.token[counted]]
+            right = target_probabilities(step.hidden[counted], self.lm_head, chosen, self.transform)
+            correctness = right**config.adaptive_loss_exponent
+            penalty = adaptive_penalty(
+                config.adaptive_loss, step.reach[counted], step.gate[counted], correctness, config.max_latent_steps
+            )
+            total = total + penalty.sum()
+        return config.adaptive_loss_weight * total
+
+    def _step_loss(self, latents: Latents, targets: Tensor) -> Tensor:
+        """Each step's own cross-entropy, summed over tokens, averaged over the steps that a token may take."""
+        losses = [
+            self.cross_entropy([step.hidden.unsqueeze(0)], targets[step.token].unsqueeze(0), [1.0])[0]
+            for step in latents.steps
+        ]
+        return torch.stack(losses).sum() / (self.config.max_latent_steps + 1)
