@@ -28,9 +28,15 @@ class CacheError(UnspokenError, ValueError):
     """A cache was passed that cannot carry the recycled state."""
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, as far as it fits into a message of ours."""
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+
+
 def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
     """Return ` (did you mean 'x'?)` for the valid name closest to `name`, or an empty string."""
     import difflib
 
-    match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.7)
     return f" (did you mean {match[0]!r}?)" if match else ""

@@ -25,7 +25,7 @@ def test_a_study_is_read(values, write_study):
     [
         ({"quesion": "?"}, r"study.yaml:\d+: quesion: unknown key \(did you mean 'question'\?\)"),
         ({"eval": {"dept": 4}}, r"study.yaml:\d+: eval.dept: unknown key \(did you mean 'depth'\?\)"),
-        ({"text": {"corpora": ["core"]}}, r"text.corpora: unknown key \(did you mean 'corpus'\?\)"),
+        ({"text": {"corpora": ["core"]}}, "text.corpora: unknown key; there are: corpus, tokenizer"),
         ({"arms": {}}, "arms: "),
         ({"seeds": [-1]}, r"seeds.0: expected greater than or equal to 0, got -1"),
         ({"seeds": ["one"]}, "seeds.0: "),
