@@ -131,6 +131,24 @@ def test_a_failure_of_the_disk_names_the_file(monkeypatch, capsys):
     assert capsys.readouterr().err == "unspoken: error: No space left on device: out/train.bin\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("convert", "--model a --out b"),
+        ("data prepare", "--corpus core --out x"),
+        ("generate", "m --prompt a"),
+        ("launch", ""),
+    ],
+)
+def test_an_unknown_option_shows_the_usage_of_its_command(command, arguments, capsys):
+    """It was that of `unspoken`, which names no option."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command.split(), "--nope", *arguments.split()])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: unspoken {command} ") and "unrecognized arguments: --nope" in error
+
+
 def test_unknown_options_go_to_recipes_alone(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["eval", "x", "--data", "y", "--optimizer.lr", "3"])

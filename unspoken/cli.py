@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown and not args.takes_overrides:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides = unknown
     if not sys.stderr.isatty():  # transformers' bars would fill a log with their steps
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -73,7 +73,7 @@ def _version() -> str:
 def _command(commands, name: str, handler: str, help: str, takes_overrides: bool = False):
     parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(handler=handler, takes_overrides=takes_overrides)
+    parser.set_defaults(handler=handler, takes_overrides=takes_overrides, parser=parser)
     return parser
 
 
