@@ -196,6 +196,7 @@ def test_an_interrupted_run_leaves_the_finished_rows(capsys, folder, tmp_path, m
         (["--stream", "--num-beams", "2"], "--stream shows one text"),
         (["--stream", "--prompt", "another"], "there are 2"),
         (["--output", "/no/such/folder/x"], "its folder does not exist"),
+        (["--output", "."], "--output: . is a folder; give a file"),
     ],
 )
 def test_wrong_options_exit_with_2(capsys, folder, more, message):

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from unspoken.data.cache import check_file
 from unspoken.decode.prompts import Request, batches, encode, read_requests, requests_of
 from unspoken.decode.sampling import Sampling, context_length, end_tokens, pad_token, require_tokenizer
 from unspoken.errors import UnspokenError, UsageError
@@ -132,8 +132,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--num-return-sequences {wanted} is more than --num-beams {beams}")
     if args.stream and (wanted > 1 or beams > 1):
         raise UsageError("--stream shows one text as it comes; not with --num-beams or --num-return-sequences")
-    if args.output and not Path(args.output).resolve().parent.is_dir():
-        raise UsageError(f"--output {args.output}: its folder does not exist")
+    if args.output:
+        check_file("--output", args.output)
 
 
 @contextmanager

@@ -12,8 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from unspoken.config import LatentConfig
-from unspoken.data.cache import whole_folder
+from unspoken.data.cache import check_folder, whole_folder
 from unspoken.errors import UnspokenError, UsageError, nearest
+from unspoken.models.adaptive import AdaptiveLatentForCausalLM
+from unspoken.models.adaptive_recycler import AdaptiveRecyclerForCausalLM
 from unspoken.models.backbone import family_of
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import forget_file, load_source
@@ -21,7 +23,12 @@ from unspoken.models.recycler import RecyclerForCausalLM
 from unspoken.models.vanilla import VanillaForCausalLM
 
 NOT_A_MODEL = ("manifest.json", "checkpoint.json", "resolved.yaml", "checkpoints")  # of data and runs
-METHODS: dict[str, type[LatentForCausalLM]] = {"recycler": RecyclerForCausalLM, "vanilla": VanillaForCausalLM}
+METHODS: dict[str, type[LatentForCausalLM]] = {
+    "recycler": RecyclerForCausalLM,
+    "adaptive": AdaptiveLatentForCausalLM,
+    "adaptive_recycler": AdaptiveRecyclerForCausalLM,
+    "vanilla": VanillaForCausalLM,
+}
 
 
 def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **config_fields: Any) -> LatentForCausalLM:
@@ -91,7 +98,9 @@ def export_backbone(latent: LatentForCausalLM) -> PreTrainedModel:
 
 def main(args: argparse.Namespace) -> int:
     """`unspoken convert`."""
-    out = Path(args.out)
+    out, given = Path(args.out), Path(args.model)
+    if given.exists() and given.resolve().is_relative_to(out.resolve()):
+        raise UsageError(f"--out: {out} is where --model {given} is, which would be lost; give another folder")
     check_place(out, args.overwrite)
     source, tokenizer = load_source(args.model, args.dtype)
     if args.export_backbone:
@@ -124,8 +133,9 @@ def check_place(out: Path, overwrite: bool) -> None:
     """Where a model folder may be written: nothing is replaced but a model folder, and that only on request.
 
     Raises:
-        UsageError: something is there that stays.
+        UsageError: something is there that stays, or nothing can be written.
     """
+    check_folder("--out", out.absolute().parent)
     if not out.exists() and not out.is_symlink():
         return
     if not overwrite:
