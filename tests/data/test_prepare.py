@@ -244,8 +244,22 @@ def test_overwriting_spares_what_is_no_data_folder(tmp_path):
     ],
 )
 def test_a_corpus_that_cannot_be_is_wrong_usage(tmp_path, capsys, corpus, message):
-    assert main(["data", "prepare", "--corpus", corpus, "--out", str(tmp_path / "data")]) == 2
-    assert message in capsys.readouterr().err
+    assert main(["data", "prepare", "--corpus", "stdlib", "--corpus", corpus, "--out", str(tmp_path / "data")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "reading" not in error, "a corpus was read before the next one was looked at"
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe:abc", "bpe:257", "bpe:²", "./absent"])
+def test_a_tokenizer_that_cannot_be_is_refused_before_a_corpus_is_read(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr(prepare_module, "open_corpus", lambda *args: pytest.fail("a corpus was opened"))
+    with pytest.raises(UsageError):
+        prepare(PrepareOptions(("stdlib",), tokenizer), tmp_path / "data")
+
+
+def test_a_place_that_is_in_no_folder_is_wrong_usage(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is a file; give a folder"):
+        prepare(STDLIB, tmp_path / "file" / "data")
 
 
 def test_show_prints_counts_and_decoded_windows(folder, capsys):
@@ -254,4 +268,4 @@ def test_show_prints_counts_and_decoded_windows(folder, capsys):
     out = capsys.readouterr().out
     assert "stdlib" in out
     assert out.count("targets") == 2
-    assert main(["data", "show", str(folder / "absent")]) == 1
+    assert main(["data", "show", str(folder / "absent")]) == 2

@@ -116,7 +116,9 @@ def test_sizes_and_other_names():
 
 
 def test_a_tokenizer_that_is_not_there_says_what_may_be_given(tmp_path):
-    with pytest.raises(UnspokenError, match=r"give `bpe:SIZE`, `smollm2`, a folder or a hub name"):
+    with pytest.raises(
+        UsageError, match=r"--tokenizer: no such folder.*; give `bpe:SIZE`, `smollm2`, a folder or a hub name"
+    ):
         load_existing(str(tmp_path / "absent"))
 
 

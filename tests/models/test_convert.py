@@ -126,8 +126,8 @@ def test_command_line(tmp_path, capsys):
 
     for args, status, message in [
         (("--model", source, "--out", out), 2, "exists"),
-        (("--model", str(tmp_path / "nothing"), "--out", out + "2"), 1, "no such folder"),
-        (("--model", str(tmp_path), "--out", out + "2"), 1, "no config.json"),
+        (("--model", str(tmp_path / "nothing"), "--out", out + "2"), 2, "no such folder"),
+        (("--model", str(tmp_path), "--out", out + "2"), 2, "no config.json"),
         (("--model", out, "--out", out + "2"), 2, "already"),
         (("--model", source, "--out", out + "2", "--export-backbone"), 2, "plain llama"),
         (("--model", source, "--out", out + "2", "--method", "looped"), 2, "invalid choice"),
@@ -135,6 +135,37 @@ def test_command_line(tmp_path, capsys):
         assert run(*args) == status, args
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize("back", [("--export-backbone",), ()], ids=["back", "forth"])
+def test_a_model_is_not_converted_onto_itself(tmp_path, back, capsys):
+    """A latent model was replaced by its backbone, and its adapter was lost."""
+    model = convert(tiny_llama()) if back else tiny_llama()
+    model.save_pretrained(tmp_path / "model")
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    for out in ("model", "other/../model", "."):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        assert run("--model", str(tmp_path / "model"), "--out", str(tmp_path / out), "--overwrite", *back) == 2
+        assert "which would be lost; give another folder" in capsys.readouterr().err
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_the_damaged_file_of_a_model_is_named(tmp_path):
+    """It was `SafetensorError: Error while deserializing header`, of no file."""
+    tiny_llama().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for damage in (whole[:-100], whole[:10], b"", b"version https://git-lfs.github.com/spec/v1"):
+        file.write_bytes(damage)
+        with pytest.raises(UnspokenError, match=r"model\.safetensors is damaged"):
+            load_source(tmp_path)
+    file.write_bytes(whole)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnspokenError, match=r"config\.json is damaged"):
+        load_source(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UnspokenError, match=r"cannot read a model from .*model\.gguf"):
+        load_source(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "resolved.yaml", "checkpoint.json", "novel.txt"])

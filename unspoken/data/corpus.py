@@ -15,7 +15,7 @@ from unspoken.data.rows import ENDINGS, BadRow, find_files, read_rows
 from unspoken.data.sources import CORPORA, Source, read_source
 from unspoken.data.stdlib_text import SOURCE as STDLIB
 from unspoken.data.stdlib_text import stdlib_documents
-from unspoken.errors import UnspokenError, UsageError, nearest
+from unspoken.errors import UnspokenError, UsageError, first_line, nearest
 
 MAX_LISTED = 100
 
@@ -40,10 +40,10 @@ class Stream:
 def open_corpus(name: str, deduplicator: Deduplicator, options: CorpusOptions) -> Iterator[Stream]:
     """Yield the sources of `core`, `full`, `stdlib`, a file or folder, or the name of a data set.
 
-    A source is fetched when it is reached. Raises UsageError for what cannot be a corpus.
+    A source is fetched when it is reached. Raises UsageError, see `check_corpus`, and UnspokenError for a data set that
+    cannot be loaded.
     """
-    if not name.strip():
-        raise UsageError("--corpus is empty")
+    check_corpus(name)
     if name in CORPORA:
         for source in CORPORA[name]:
             yield _package_stream(source, deduplicator)
@@ -53,6 +53,21 @@ def open_corpus(name: str, deduplicator: Deduplicator, options: CorpusOptions) -
         yield _file_stream(name, options)
     else:
         yield _dataset_stream(name, options)
+
+
+def check_corpus(name: str) -> None:
+    """Raises UsageError for what cannot be a corpus; nothing is read or fetched."""
+    if not name.strip():
+        raise UsageError("--corpus is empty")
+    known = [*CORPORA, STDLIB]
+    if name in known or _is_saved_dataset(Path(name)):
+        return
+    if Path(name).exists():
+        find_files([name])
+    elif name.endswith(ENDINGS) or name.startswith((".", "/", "~")):
+        raise UsageError(f"{name!r} does not exist")
+    elif nearest(name, known) and "/" not in name:
+        raise UsageError(f"unknown corpus {name!r}{nearest(name, known)}")
 
 
 def source_names(corpus: str) -> list[str]:
@@ -102,12 +117,6 @@ def _dataset_stream(name: str, options: CorpusOptions) -> Stream:
 
     Empty rows are common in data sets and are only counted.
     """
-    looks_like_file = name.endswith(ENDINGS) or name.startswith((".", "/", "~"))
-    if looks_like_file and not Path(name).exists():
-        raise UsageError(f"{name!r} does not exist")
-    known = [*CORPORA, STDLIB]
-    if nearest(name, known) and "/" not in name:
-        raise UsageError(f"unknown corpus {name!r}{nearest(name, known)}")
     rows = _load_dataset(name)
     dropped = Counter[str]()
 
@@ -130,7 +139,9 @@ def _dataset_stream(name: str, options: CorpusOptions) -> Stream:
 
 def _load_dataset(name: str):
     import datasets
+    from huggingface_hub.utils.logging import set_verbosity_error
 
+    set_verbosity_error()  # it tells of every attempt to reach the hub
     try:
         if _is_saved_dataset(Path(name)):
             loaded = datasets.load_from_disk(name)
@@ -138,10 +149,9 @@ def _load_dataset(name: str):
         path, _, configuration = name.partition(":")
         return datasets.load_dataset(path, configuration or None, split="train")
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise UnspokenError(
-            f"{name!r} is no file here, and `datasets` cannot load it{offline}: {reason}\n"
+            f"{name!r} is no file here, and `datasets` cannot load it{offline}: {first_line(error)}\n"
             f"corpora that need no data set: {', '.join([*CORPORA, STDLIB])}, or a file or folder of text"
         ) from error
 

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
-from unspoken.data.cache import whole_folder
+from unspoken.data.cache import check_folder, whole_folder
 from unspoken.data.clean import Deduplicator
-from unspoken.data.corpus import CorpusOptions, Stream, open_corpus, source_names
+from unspoken.data.corpus import CorpusOptions, Stream, check_corpus, open_corpus, source_names
 from unspoken.data.documents import Document
 from unspoken.data.show import print_manifest
 from unspoken.data.split import MIN_DOCUMENTS, Placed, cut_in_three, cut_long, fill_small_splits, hashed_split
@@ -75,8 +75,11 @@ def prepare(options: PrepareOptions, out: Path, overwrite: bool = False, console
             raise UsageError(f"{out} exists; --overwrite replaces it")
         if not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
             raise UsageError(f"{out} is no prepared data folder and will not be replaced; give another --out")
+    check_folder("--out", out.absolute().parent)
     if options.max_document_chars < 1:
         raise UsageError(f"--max-document-chars is {options.max_document_chars}; it must be at least 1")
+    for corpus in options.corpora:
+        check_corpus(corpus)
     bpe_size = parse_bpe_size(options.tokenizer)
     console = console or Console(quiet=True)
     existing = None if bpe_size else load_existing(options.tokenizer)

