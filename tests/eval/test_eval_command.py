@@ -9,7 +9,7 @@ import pytest
 from tests import texts
 from unspoken import cli
 from unspoken.eval import run
-from unspoken.eval.report import DEPTH_PLOT, PASSES_PLOT
+from unspoken.eval.report import DEPTH_PLOT, PASSES_PLOT, _signed
 
 SMALL = ["--sequence-length", "24", "--max-sequences", "12"]
 
@@ -106,10 +106,30 @@ def test_wrong_options_exit_with_2(model_folder, data_folder, capsys, more, mess
 
 
 def test_what_is_not_there_is_named(tmp_path, data_folder, model_folder, capsys):
-    assert cli.main(command(tmp_path / "nothing", data_folder, "--out", str(tmp_path / "out"))) == 1
+    assert cli.main(command(tmp_path / "nothing", data_folder, "--out", str(tmp_path / "out"))) == 2
     assert str(tmp_path / "nothing") in capsys.readouterr().err
-    assert cli.main(command(model_folder, tmp_path / "nowhere")) == 1
+    assert cli.main(command(tmp_path / "nothing", data_folder)) == 2
+    assert f"no such folder: {tmp_path / 'nothing'}" in capsys.readouterr().err, "it was --out that was asked for"
+    assert cli.main(command(model_folder, tmp_path / "nowhere")) == 2
     assert str(tmp_path / "nowhere") in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_scored(model_folder, data_folder, monkeypatch):
+    monkeypatch.setattr(run, "load_model", lambda *args: pytest.fail("the model was loaded"))
+    place = model_folder / "config.json"
+    assert cli.main(command(model_folder, data_folder, "--out", str(place))) == 2
+    assert cli.main(command(model_folder, data_folder, "--out", str(place / "out"))) == 2
+
+
+def test_a_difference_of_zero_has_no_sign():
+    """It was -0.0000."""
+    assert [_signed(value) for value in (-0.00004, 0.00004, -0.00006, 0.5)] == [
+        "0.0000",
+        "0.0000",
+        "-0.0001",
+        "+0.5000",
+    ]
+    assert "nan" in _signed(float("nan"))
 
 
 def test_a_real_process_fails_without_a_traceback(tmp_path, data_folder):

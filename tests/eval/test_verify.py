@@ -178,3 +178,23 @@ def test_bfloat16_is_checked_with_its_own_tolerance(model_folder, capsys):
 def test_wrong_use_is_told_before_the_model_is_loaded(tmp_path, capsys):
     assert cli.main(["verify", str(tmp_path), "--json", str(tmp_path / "no" / "x.json")]) == 2
     assert "its folder does not exist" in capsys.readouterr().err
+    assert cli.main(["verify", str(tmp_path), "--json", str(tmp_path)]) == 2
+    assert "is a folder; give a file" in capsys.readouterr().err
+    assert cli.main(["verify", str(tmp_path), "--base", str(tmp_path / "none")]) == 2
+    assert f"no such folder: {tmp_path / 'none'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "difference"),
+    [
+        ({"vocab_size": 200}, "its embed_tokens.weight is 320 x 32, the base's 200 x 32"),
+        ({"num_hidden_layers": 3}, "its layers.2.self_attn.q_proj.weight is absent, the base's 32 x 32"),
+        ({"num_hidden_layers": 1}, "its layers.1.self_attn.q_proj.weight is 32 x 32, the base's absent"),
+    ],
+)
+def test_a_base_of_other_shapes_is_told_with_the_first_of_them(model, text, difference):
+    """It was `IndexError: index out of range in self`, or a difference as a trained model has it."""
+    base = export_backbone(texts.text_model("vanilla", dtype=torch.float64, text=text))
+    result = verify(model, base=base, names=[]).results[0]
+    assert result.name == BASE_CHECK and result.passed is False
+    assert result.note == f"another model than the base: {difference}"

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from unspoken.errors import UnspokenError
@@ -215,7 +215,13 @@ def reloaded_is_saved(subject: Subject) -> float:
 
 
 def base_is_kept(subject: Subject, base: PreTrainedModel) -> float:
-    """Logits against those of the checkpoint that the model was made from."""
+    """Logits against those of the checkpoint that the model was made from; it must have weights of the same shapes."""
+    body = base.model.backbone if isinstance(base, LatentForCausalLM) else base.base_model
+    shapes, expected_shapes = _shapes(subject.model.model.backbone), _shapes(body)
+    for name in expected_shapes | shapes:
+        here, there = shapes.get(name, "absent"), expected_shapes.get(name, "absent")
+        if here != there:
+            raise UnspokenError(f"another model than the base: its {name} is {here}, the base's {there}")
     ids = subject.ids(2, LENGTHS[1])
     expected = base(ids, use_cache=False).logits
     return max(deviation(logits, expected) for logits in subject.pass_logits(ids, use_cache=False))
@@ -271,6 +277,10 @@ def awake_adapter(model: LatentForCausalLM, seed: int) -> Iterator[bool]:
         yield True
     finally:
         torch.nn.init.zeros_(weight)
+
+
+def _shapes(module: nn.Module) -> dict[str, str]:
+    return {name: " x ".join(map(str, parameter.shape)) for name, parameter in module.named_parameters()}
 
 
 def _padded(prompts: list[Tensor], pad_id: int, side: str) -> tuple[Tensor, Tensor]:

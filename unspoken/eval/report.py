@@ -71,7 +71,7 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
         table.add_column(name, justify="left" if name == "passes" else "right", no_wrap=True)
     for loss in losses:
         bits = "" if loss.bits_per_byte is None else f"{loss.bits_per_byte:.4f}"
-        difference = "" if loss is losses[0] else f"{loss.difference:+.4f}{_spread(loss.difference_interval)}"
+        difference = "" if loss is losses[0] else f"{_signed(loss.difference)}{_spread(loss.difference_interval)}"
         mean = f"{loss.loss:.4f}{_spread(loss.interval)}"
         table.add_row(loss.name, mean, f"{loss.perplexity:.2f}", bits, difference)
     table.caption = "±: half the 95 % interval over documents; paired for differences"
@@ -79,7 +79,7 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
     if curve and len(curve.losses) > 1:
         console.print(
             f"depth curve to k={len(curve.losses)}: best at k={curve.best_depth}, "
-            f"{curve.drift:+.4f} from the depth of training (k={curve.num_train_passes}) to the end",
+            f"{_signed(curve.drift)} from the depth of training (k={curve.num_train_passes}) to the end",
             highlight=False,
             soft_wrap=True,
         )
@@ -168,6 +168,11 @@ def finite(value: Any) -> Any:
 
 def _spread(interval: tuple[float, float] | None) -> str:
     return "" if interval is None else f" ± {(interval[1] - interval[0]) / 2:.4f}"
+
+
+def _signed(value: float) -> str:
+    """A difference; what rounds to zero has no sign."""
+    return f"{value:+z.4f}".replace("+0.0000", "0.0000")
 
 
 def _weights_fingerprint(folder: Path) -> str | None:

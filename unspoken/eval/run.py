@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
+from unspoken.data.cache import check_folder
 from unspoken.data.tokens import TokenShards, check_embedding_rows
 from unspoken.errors import UnspokenError, UsageError
 from unspoken.eval import task_run
@@ -19,7 +20,7 @@ from unspoken.eval.perplexity import Scores, prepare_scores, score, work
 from unspoken.eval.report import Evaluation, print_table, write
 from unspoken.eval.rows import cut_rows
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.models.load import load_model
+from unspoken.models.load import check_model, load_model
 
 INTERRUPTED = 130
 # The options that go with --data and those that go without, each with its default.
@@ -71,11 +72,12 @@ def _evaluate_text(args: argparse.Namespace, out: Path) -> int:
 def _output_folder(args: argparse.Namespace) -> Path:
     if args.num_passes < 1:
         raise UsageError(f"--num-passes is {args.num_passes}; it must be at least 1")
+    check_model(args.model)
     out = Path(args.out or args.model)
-    if args.out:
-        out.mkdir(parents=True, exist_ok=True)
-    elif not out.is_dir():
+    if not args.out and not out.is_dir():
         raise UsageError(f"{args.model} is not a local folder, so there is no place for the results; give --out DIR")
+    check_folder("--out", out)
+    out.mkdir(parents=True, exist_ok=True)
     return out
 
 

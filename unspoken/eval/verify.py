@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from unspoken.errors import UnspokenError, UsageError
+from unspoken.data.cache import check_file
+from unspoken.errors import UnspokenError, first_line
 from unspoken.eval.checks import (
     BASE_CHECK,
     BIT_FOR_BIT,
@@ -26,7 +27,7 @@ from unspoken.eval.checks import (
     neutral_generation,
 )
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.models.load import load_model, load_source
+from unspoken.models.load import check_model, load_model, load_source
 
 DTYPE = "float32"  # unless asked otherwise: in half precision rounding hides what is looked for
 # Rounding over a few dozen layers stays below; in float32 a lost or misplaced state is off by 1e-2 and more.
@@ -60,8 +61,10 @@ class Verification:
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.json and not Path(args.json).resolve().parent.is_dir():
-        raise UsageError(f"--json {args.json}: its folder does not exist")
+    if args.json:
+        check_file("--json", args.json)
+    if args.base:
+        check_model(args.base)
     dtype = DTYPE if args.dtype == "auto" else args.dtype
     model, _ = load_model(args.model, args.device, dtype)
     base = load_source(args.base, dtype)[0].to(model.device).eval() if args.base else None  # type: ignore[arg-type]
@@ -108,9 +111,8 @@ def _run(name: str, check: Callable[[Subject], float], subject: Subject) -> Resu
     try:
         worst = check(subject)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         kind = "" if isinstance(error, UnspokenError) else f"{type(error).__name__}: "
-        return Result(name, False, None, tolerance, kind + reason)
+        return Result(name, False, None, tolerance, kind + first_line(error))
     if not math.isfinite(worst):
         return Result(name, False, None, tolerance, "not a finite number")
     passed = worst <= tolerance
