@@ -46,7 +46,7 @@ class Router(nn.Module):
 
     def __init__(self, hidden_size: int, max_latent_steps: int, kind: RouterKind = "linear", bias: float = 0.0):
         super().__init__()
-        count = {"none": 0, "linear": 1, "mlp": 1}.get(kind, max_latent_steps)
+        count = {"none": 0, "linear": 1, "mlp": 1}.get(kind, max(1, max_latent_steps))
         self.gates = nn.ModuleList(_gate(hidden_size, kind.endswith("mlp"), bias) for _ in range(count))
 
     def forward(self, hidden_states: Tensor, step: int) -> Tensor:

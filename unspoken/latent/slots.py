@@ -71,7 +71,16 @@ def run_cache(parts: list[Part], num_layers: int) -> Cache:
 
 
 def written(cache: Cache) -> KeysValues:
-    """What the run wrote."""
+    """What the run wrote.
+
+    Raises:
+        CacheError: nothing.
+    """
+    if any(layer.new is None for layer in cache.layers):  # type: ignore[union-attr]
+        raise CacheError(
+            "the backbone dropped the cache that holds the keys of earlier steps: its layers checkpoint; call "
+            "gradient_checkpointing_disable(), or eval()"
+        )
     return [layer.new for layer in cache.layers]  # type: ignore[union-attr, misc]
 
 
@@ -107,22 +116,27 @@ class SlotTable(DummyLayer):
 
     def kept(self, tokens_to_remove: int) -> tuple[Tensor, Tensor]:
         """Slots to keep, in their order, filled up with others [B, S]; and how many of each row's are kept [B]."""
+        if not -self.num_tokens <= tokens_to_remove <= 0:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, of the cache's {self.num_tokens}; got "
+                f"{tokens_to_remove}"
+            )
         assert self.entries is not None and self.used is not None
         is_used = torch.arange(len(self.entries), device=self.used.device) < self.used.unsqueeze(-1)
-        is_kept = is_used & (self.entries.times < self.num_tokens - tokens_to_remove)
+        is_kept = is_used & (self.entries.times < self.num_tokens + tokens_to_remove)
         used = is_kept.sum(-1)
         order = (~is_kept).long().argsort(dim=-1, stable=True)
         return order[:, : int(used.max())], used
 
     def crop(self, tokens_to_remove: int) -> None:
-        tokens_to_remove = abs(tokens_to_remove)
+        """tokens_to_remove: minus their number, as transformers has it."""
         if tokens_to_remove == 0 or self.entries is None:
             return
         order, self.used = self.kept(tokens_to_remove)
         times, steps = self.entries.times.gather(1, order), self.entries.steps.gather(1, order)
         is_used = torch.arange(order.shape[1], device=order.device) < self.used.unsqueeze(-1)
         self.entries = Entries(times, steps.masked_fill(~is_used, 0))
-        self.num_tokens -= tokens_to_remove
+        self.num_tokens += tokens_to_remove
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._select(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -134,9 +148,10 @@ class SlotTable(DummyLayer):
         self._select(lambda tensor: tensor[indices])
 
     def _select(self, select) -> None:
-        if self.entries is not None:
-            self.entries = Entries(select(self.entries.times), select(self.entries.steps))
+        if self.entries is not None and self.used is not None:
             self.used = select(self.used)
+            size = int(self.used.max())  # the longest row may be gone
+            self.entries = Entries(select(self.entries.times)[:, :size], select(self.entries.steps)[:, :size])
 
 
 class SlotLayer(DynamicLayer):
@@ -155,7 +170,7 @@ class SlotLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove == 0 or not self.is_initialized:
             return
-        order, _ = self.table.kept(abs(tokens_to_remove))
+        order, _ = self.table.kept(tokens_to_remove)
         index = order[:, None, :, None]
         assert self.keys is not None and self.values is not None
         self.keys = self.keys.take_along_dim(index, dim=2)
@@ -171,8 +186,9 @@ class SlotLayer(DynamicLayer):
     def content(self, like: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, S, D]; S is 0 where nothing is written yet."""
         if self.is_initialized:
-            assert self.keys is not None and self.values is not None
-            return self.keys, self.values
+            assert self.keys is not None and self.values is not None and self.table.entries is not None
+            size = len(self.table.entries)
+            return self.keys[:, :, :size], self.values[:, :, :size]
         assert like is not None
         return like[0][:, :, :0], like[1][:, :, :0]
 
@@ -226,6 +242,8 @@ def slot_table(cache: Cache, num_layers: int) -> SlotTable:
     """
     table = next((layer for layer in cache.layers if isinstance(layer, SlotTable)), None)
     if table is not None:
+        if (found := sum(isinstance(layer, SlotLayer) for layer in cache.layers)) != num_layers:
+            raise CacheError(f"the cache is of a model with {found} layers, this one has {num_layers}")
         return table
     if not isinstance(cache, DynamicCache):
         raise CacheError(

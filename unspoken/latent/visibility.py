@@ -73,10 +73,8 @@ def visible(entries: Entries, num_queries: int, step: int, window: int | None = 
     return seen
 
 
-def grid_masks(
-    text_config: PreTrainedConfig, entries: Entries, num_queries: int, step: int, dtype: torch.dtype
-) -> Tensor | dict[str, Tensor]:
-    """`visible` in the form that the backbone's attention takes: one mask, or one for each type of its layers.
+def mask_function(text_config: PreTrainedConfig) -> Callable:
+    """What makes masks for the backbone's attention.
 
     Raises:
         ValueError: the attention implementation takes no mask of its own (flash attention).
@@ -87,7 +85,14 @@ def grid_masks(
             f"attention {implementation!r} cannot keep latent steps apart, which needs a mask of its own; use "
             'attn_implementation="sdpa"'
         )
-    make: Callable = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+
+
+def grid_masks(
+    text_config: PreTrainedConfig, entries: Entries, num_queries: int, step: int, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor]:
+    """`visible` in the form that the backbone's attention takes: one mask, or one for each type of its layers."""
+    make = mask_function(text_config)
 
     def mask(window: int | None) -> Tensor:
         seen = visible(entries, num_queries, step, window)
