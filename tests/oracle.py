@@ -128,16 +128,24 @@ def grid_body(model: AdaptiveLatentForCausalLM) -> reference.GridBackbone:
 
 @torch.no_grad()
 def adaptive_oracle(
-    model: AdaptiveLatentForCausalLM, input_ids: Tensor, max_latent_steps: int | None = None
+    model: AdaptiveLatentForCausalLM,
+    input_ids: Tensor,
+    max_latent_steps: int | None = None,
+    exit_threshold: float | None = None,
+    exit_at_step: int | None = None,
 ) -> tuple[Tensor, list[int]]:
     """Logits [1, T, V] of tokens [1, T], and each token's latent steps."""
     config = model.config
+    if exit_at_step is not None:  # everybody is certain to go on, until the last step
+        max_latent_steps, gate = exit_at_step - 1, lambda state, step: 1.0
+    else:
+        gate = lambda state, step: torch.sigmoid(model.model.router(state, step)).squeeze()  # noqa: E731
     hidden, states, weights = reference.latent_steps(
         grid_body(model),
-        lambda state, step: torch.sigmoid(model.model.router(state, step)).squeeze(),
+        gate,
         embed(model, input_ids),
         config.max_latent_steps if max_latent_steps is None else max_latent_steps,
-        config.exit_threshold,
+        config.exit_threshold if exit_threshold is None else exit_threshold,
     )
     assert all(abs(sum(float(weight) for weight in row) - 1) < 1e-12 for row in weights)
     return model.transform(model.lm_head(hidden)), [len(row) - 1 for row in states]

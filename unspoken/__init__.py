@@ -10,10 +10,13 @@ import wrapt
 
 _NAMES = {
     "AdaptiveLatentConfig": "config",
+    "AdaptiveRecyclerConfig": "config",
     "LatentConfig": "config",
     "RecyclerConfig": "config",
     "VanillaConfig": "config",
     "scaled_init": "config",
+    "AdaptiveRecyclerModel": "models.adaptive_recycler",
+    "AdaptiveRecyclerForCausalLM": "models.adaptive_recycler",
     "AdaptiveLatentModel": "models.adaptive",
     "AdaptiveLatentForCausalLM": "models.adaptive",
     "RecyclerModel": "models.recycler",

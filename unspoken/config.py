@@ -180,6 +180,12 @@ class AdaptiveLatentConfig(LatentConfig):
             raise ValueError(f"penalize_cuts must be true or false, got {self.penalize_cuts!r}")
 
 
+class AdaptiveRecyclerConfig(AdaptiveLatentConfig, RecyclerConfig):
+    """Both: each token takes latent steps, and its z_final is recycled into the next token's input."""
+
+    model_type = "unspoken_adaptive_recycler"
+
+
 def check_latent_steps(max_latent_steps: object, exit_threshold: object, exit_at_step: object) -> None:
     """Raise ValueError for what cannot be meant, in a configuration or in a call."""
     if not _is_count(max_latent_steps, at_least=0):
@@ -217,5 +223,5 @@ def _refuse_misspelled(kwargs: dict, fields: list[str]) -> None:
             raise TypeError(f"unknown configuration argument {key!r} (did you mean {match[0]!r}?)")
 
 
-for _config_class in (VanillaConfig, RecyclerConfig, AdaptiveLatentConfig):
+for _config_class in (VanillaConfig, RecyclerConfig, AdaptiveLatentConfig, AdaptiveRecyclerConfig):
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.families import random_ids, tiny_model
+from tests.families import adaptive_model, random_ids, tiny_model
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.train.build import build_model, model_like, open_data
 from unspoken.train.checkpoint import checkpoints
@@ -51,6 +51,12 @@ def gradient_cases() -> dict[str, dict[str, Any]]:
     return cases
 
 
+def adaptive_cases() -> dict[str, dict[str, Any]]:
+    """Ranks whose tokens take other numbers of latent steps."""
+    common = {"family": "llama_tied", "k": 1, "rows_at_once": 1, "lengths": (3, 12), "adaptive": True}
+    return {f"{engine}, latent steps": {**common, "engine": engine} for engine in ("ddp", "fsdp", "fsdp gathered")}
+
+
 def compiled_cases() -> dict[str, dict[str, Any]]:
     """The graph whole under DDP, block by block under FSDP. Inductor takes minutes."""
     return {
@@ -68,9 +74,17 @@ def batch_of(rank: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(length).expand(2, -1)}
 
 
-def reference(family: str, k: int, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _model(family: str, adaptive: bool) -> LatentForCausalLM:
+    if adaptive:
+        return adaptive_model(family, torch.float32, exit_threshold=0.15, router_bias=0.3).train()
+    return tiny_model(family, torch.float32).train()
+
+
+def reference(
+    family: str, k: int, batches: list[dict[str, torch.Tensor]], adaptive: bool = False
+) -> dict[str, torch.Tensor]:
     """One process, one forward and backward for each rank's rows."""
-    model = tiny_model(family, torch.float32).train()
+    model = _model(family, adaptive)
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     for batch in batches:
         model(**batch, num_passes=k, num_items_in_batch=count).loss.backward()
@@ -81,10 +95,12 @@ def gradients(ranks: Ranks, engine: str, family: str, k: int, rows_at_once: int 
     options = {"gradient_checkpointing": case.get("checkpointing", False), "compile": case.get("compile", False)}
     train = TrainSection(max_steps=1, **options, **ENGINES[engine])
     batches = [batch_of(rank, length) for rank, length in enumerate(case.get("lengths", (9, 9)))]
-    expected = reference(family, k, batches)
-    made = Engine(tiny_model(family, torch.float32).train(), train, ranks)
+    adaptive = case.get("adaptive", False)
+    expected = reference(family, k, batches, adaptive)
+    made = Engine(_model(family, adaptive), train, ranks)
     test = SelfTest(made, train)
-    loss, pass_losses, _ = forward_backward(made, batches[ranks.rank], rows_at_once, k, contextlib.nullcontext())
+    sums = forward_backward(made, batches[ranks.rank], rows_at_once, k, contextlib.nullcontext())
+    loss, pass_losses = sums.loss, sums.pass_losses
     test.check(k, 2 // rows_at_once)
     worst, largest = 0.0, 0.0
     for name, parameter in made.parameters.items():
@@ -93,7 +109,12 @@ def gradients(ranks: Ranks, engine: str, family: str, k: int, rows_at_once: int 
         worst = max(worst, float((gradient - expected[name]).abs().max() / expected[name].abs().max()))
         largest = max(largest, float(expected[name].abs().max()))
     assert set(made.parameters) == set(expected)
-    return {"worst": worst, "largest": largest, "loss": ranks.sum([float(loss)])[0], "passes": len(pass_losses)}
+    found = {"worst": worst, "largest": largest, "loss": ranks.sum([float(loss)])[0], "passes": len(pass_losses)}
+    if adaptive:
+        own = [0.0, 0.0]
+        own[ranks.rank] = float(sums.latents["latent_length"][0])
+        found["latent steps"] = ranks.sum(own)
+    return found
 
 
 def exchanges(ranks: Ranks) -> dict[str, Any]:
@@ -206,7 +227,7 @@ def main(folder: Path, compiled: bool) -> None:
     found: dict[str, Any] = {"gradients": {}}
     with joined_ranks(torch.device("cpu")) as ranks:
         try:
-            for name, case in (compiled_cases() if compiled else gradient_cases()).items():
+            for name, case in (compiled_cases() if compiled else gradient_cases() | adaptive_cases()).items():
                 found["gradients"][name] = gradients(ranks, **case)
             if not compiled:
                 found["exchanges"] = exchanges(ranks)

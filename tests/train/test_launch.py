@@ -46,7 +46,7 @@ def test_a_sharded_run_from_recipe_to_model(recipe, tmp_path, capsys):
     process = _start(recipe, out, "--train.parallel", "fsdp", "--train.keep_best", "true")
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
-    assert output.count("made_with") == output.count("tokens in") == 1  # one process speaks
+    assert output.count("of 132 tokens on 2 processes") == output.count("tokens in") == 1  # one process speaks
     assert errors.count("step      6/6") == 1
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["step"], summary["processes"]) == ("finished", 6, 2)
@@ -69,6 +69,7 @@ def test_a_sharded_run_from_recipe_to_model(recipe, tmp_path, capsys):
         ([], "launch runs `train`"),
         (["train", "RECIPE", "--train.max_step", "3"], "did you mean 'max_steps'"),
         (["train", "RECIPE", "--run.out", "FULL"], "is not empty"),
+        (["train", "RECIPE", "--train.batch_size", "3"], "batch_size 3 is not a multiple of the 2 processes"),
     ],
 )
 def test_what_every_process_would_refuse_is_refused_once(recipe, words, message, tmp_path, capsys):
@@ -77,6 +78,21 @@ def test_what_every_process_would_refuse_is_refused_once(recipe, words, message,
     names = {"RECIPE": str(recipe), "FULL": str(tmp_path / "full")}
     assert cli.main(["launch", "--processes", "2", "--", *(names.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_only_the_processes_can_see_is_not_tried_again(recipe, tmp_path):
+    process = _start(recipe, tmp_path / "out", "--data.path", str(tmp_path / "nowhere"), restarts=1)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 2, errors
+    assert errors.count("nowhere does not exist") == errors.count("not tried again") == 1
+    assert len(errors.splitlines()) <= 4, errors  # with the advice, and nothing of torchrun's
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("address", ["foo", "foo:", "foo:port"])
+def test_a_rendezvous_that_is_no_address_is_refused(recipe, address, capsys):
+    assert cli.main(["launch", "--processes", "2", "--rendezvous", address, "--", "train", str(recipe)]) == 2
+    assert "must be HOST:PORT" in capsys.readouterr().err
 
 
 def _worker(launcher: int, rank: int) -> int:

@@ -9,10 +9,11 @@ from unspoken.errors import UnspokenError, UsageError
 from unspoken.train.metrics import (
     CSV,
     JSONL,
-    LossWindow,
+    MeanWindow,
     MetricFiles,
     check_trackers,
     columns,
+    loss_names,
     open_trackers,
     read_metrics,
     track,
@@ -44,12 +45,23 @@ def test_a_last_line_cut_short_is_left_out_and_one_before_it_named(tmp_path):
 
 
 def test_the_window_weighs_steps_by_their_targets():
-    window = LossWindow(3, torch.device("cpu"))
-    window.add(torch.tensor(4.0), torch.tensor([5.0, 3.0]), 10)
-    window.add(torch.tensor(2.0), torch.tensor([3.0, 2.0, 1.0]), 30)
+    window = MeanWindow(loss_names(3), torch.device("cpu"))
+    for losses, targets in (([4.0, 5.0, 3.0], 10), ([2.0, 3.0, 2.0, 1.0], 30)):
+        pairs = zip(window.names, losses, strict=False)
+        window.add({name: (torch.tensor(loss * targets), targets) for name, loss in pairs})
+    record = window.record(Ranks())
     assert window.read(Ranks()) == {"loss": 2.5, "loss_pass_1": 3.5, "loss_pass_2": 2.25, "loss_pass_3": 1.0}
-    window.add(torch.tensor(1.0), torch.tensor([1.0]), 1)
-    assert window.read(Ranks()) == {"loss": 1.0, "loss_pass_1": 1.0}
+    window.add({"loss": (torch.tensor(1.0), 1)})
+    assert window.read(Ranks()) == {"loss": 1.0}
+    window.restore(record)
+    assert window.read(Ranks())["loss_pass_2"] == 2.25
+
+
+@pytest.mark.parametrize("are_own", [False, True])
+def test_other_processes_go_on_with_nothing_of_the_main_one_s(are_own):
+    window = MeanWindow(["loss"], torch.device("cpu"), counts_are_own=are_own)
+    window.restore({"sums": [6.0], "counts": [3.0]}, is_main=False)
+    assert window.record(Ranks()) == {"sums": [0.0], "counts": [0.0 if are_own else 3.0]}
 
 
 def test_a_missing_tracker_says_what_to_install():

@@ -13,7 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.train.conftest import BACKBONE
-from tests.train.parallel_cases import ENGINES, compiled_cases, gradient_cases, run_until, without_dropout
+from tests.train.parallel_cases import (
+    ENGINES,
+    adaptive_cases,
+    compiled_cases,
+    gradient_cases,
+    run_until,
+    without_dropout,
+)
 from unspoken.data.prepare import PrepareOptions, prepare
 from unspoken.errors import UsageError
 from unspoken.train.loop import TrainingLoop
@@ -90,6 +97,16 @@ def test_gradients_equal_one_process(found, case):
     assert result["largest"] > 1e-3
     assert result["worst"] < EXACT
     assert result["passes"] == gradient_cases()[case]["k"]
+
+
+@pytest.mark.parametrize("case", adaptive_cases())
+def test_gradients_equal_one_process_where_ranks_go_to_other_depths(found, case):
+    """A sharded step that one rank takes alone would wait for the others for ever."""
+    result = found["gradients"][case]
+    assert result["largest"] > 1e-3
+    assert result["worst"] < EXACT
+    one, other = result["latent steps"]
+    assert one != other and min(one, other) > 0
 
 
 @pytest.mark.slow

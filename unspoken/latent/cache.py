@@ -5,6 +5,7 @@ forgets it and a returned cache carries it to the next turn, with no code of our
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,8 +130,12 @@ def fork(cache: Cache) -> Cache:
     Dynamic layers make new tensors when they grow, so theirs are shared; others are cloned.
     """
     twin = copy.copy(cache)
-    twin.layers = [
-        copy.copy(layer) if isinstance(layer, DynamicLayer | RecycledStateLayer) else copy.deepcopy(layer)
+    copies: dict[int, Any] = {
+        id(layer): copy.copy(layer) if isinstance(layer, DynamicLayer | DummyLayer) else copy.deepcopy(layer)
         for layer in cache.layers
-    ]
+    }
+    for layer in copies.values():
+        if (table := getattr(layer, "table", None)) is not None:  # of a layer with slots, which the layers share
+            layer.table = copies[id(table)]
+    twin.layers = list(copies.values())
     return twin

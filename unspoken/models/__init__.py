@@ -9,6 +9,7 @@ def register() -> None:
     from transformers import AutoModel, AutoModelForCausalLM
 
     from unspoken.models.adaptive import AdaptiveLatentForCausalLM, AdaptiveLatentModel
+    from unspoken.models.adaptive_recycler import AdaptiveRecyclerForCausalLM, AdaptiveRecyclerModel
     from unspoken.models.recycler import RecyclerForCausalLM, RecyclerModel
     from unspoken.models.vanilla import VanillaForCausalLM, VanillaModel
 
@@ -16,6 +17,7 @@ def register() -> None:
         (VanillaModel, VanillaForCausalLM),
         (RecyclerModel, RecyclerForCausalLM),
         (AdaptiveLatentModel, AdaptiveLatentForCausalLM),
+        (AdaptiveRecyclerModel, AdaptiveRecyclerForCausalLM),
     )
     for base, head in models:
         AutoModel.register(base.config_class, base, exist_ok=True)

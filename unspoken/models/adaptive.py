@@ -25,7 +25,7 @@ from unspoken.config import AdaptiveLatentConfig, check_latent_steps
 from unspoken.latent.halting import Halting, Router, adaptive_penalty, halt
 from unspoken.latent.recycle import document_starts
 from unspoken.latent.slots import Part, run_cache, slot_table, store, stored_part, written
-from unspoken.latent.visibility import Entries, grid_masks, joined
+from unspoken.latent.visibility import Entries, grid_masks, joined, mask_function
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput, by_pass
@@ -67,6 +67,24 @@ class Latents:
     steps: list[LatentStep]
     taken: list[Tensor]
     penalty: Tensor | None = None
+
+    def followed_by(self, other: "Latents") -> "Latents":
+        """The lengths of two forwards' tokens, one after the other; their steps are left out."""
+        return Latents(torch.cat([self.lengths, other.lengths], dim=1), [], [])
+
+    def sums(self, num_targets: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """For the log, each with what it is a mean over: latent steps (tokens), the penalty (targets), gates that a
+        cut overruled (cuts): should they fall for good, tokens will not go on again."""
+        device = self.lengths.device
+        num_tokens = self.taken[0].sum() if self.taken else torch.tensor(self.lengths.numel(), device=device)
+        found = {"latent_length": (self.lengths.sum(), num_tokens)}
+        if self.penalty is not None:
+            found["adaptive_loss"] = self.penalty * num_targets, torch.tensor(num_targets, device=device)
+        asked = [step for step in self.steps if step.gate is not None]
+        if asked:
+            gates = torch.cat([step.gate[~step.goes_on] for step in asked if step.gate is not None]).detach()
+            found["gate_at_cut"] = gates.sum(), torch.tensor(len(gates), device=device)
+        return found
 
 
 @dataclass
@@ -127,25 +145,29 @@ class TakesLatentSteps:
         **options,
     ) -> LatentModelOutput:
         """All steps of tokens that follow the cache's. embeds [B, T, d]; real bool [B, T] or None."""
+        batch, num_columns = embeds.shape[:2]
+        documents = None
+        if position_ids is not None and cache is None:
+            documents = document_starts(position_ids, real).cumsum(-1).expand(batch, -1)
         if cache is None and knobs.last_step == 1:
+            if documents is not None and documents.any():
+                attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
             return self._plain(embeds, attention_mask, position_ids, options)
-        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+        if knobs.last_step > 1:
+            mask_function(self.config.text_config)  # refuses what takes no mask, before anything is computed
+        table = None if cache is None else slot_table(cache, self.config.num_hidden_layers)
+        stored = None if table is None or cache is None else stored_part(cache, table)
+        if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
             raise ValueError(
                 "a 4D attention_mask says nothing of latent steps; give a 2D one, or position_ids that restart with "
                 "each document"
             )
-        batch, num_columns = embeds.shape[:2]
-        table = None if cache is None else slot_table(cache, self.config.num_hidden_layers)
-        stored = None if table is None or cache is None else stored_part(cache, table)
         first = 0 if table is None else table.num_tokens
         columns = torch.arange(num_columns, device=embeds.device).expand(batch, -1)
         is_real = torch.ones_like(columns, dtype=torch.bool) if real is None else real
-        documents = None
-        if position_ids is not None and cache is None:
-            documents = document_starts(position_ids, real).cumsum(-1).expand(batch, -1)
         positions = columns + first if position_ids is None else position_ids.expand(batch, -1)
         entries = Entries(columns + first, is_real.long(), documents)
-        mask = attention_mask
+        mask: Tensor | dict | None = attention_mask
         if documents is not None and documents.any():
             mask = document_mask(self.config, embeds, attention_mask, position_ids)
         if stored is not None and table is not None and not table.is_flat:
@@ -160,7 +182,7 @@ class TakesLatentSteps:
         inputs, run_positions = embeds, position_ids if stored is None else positions
         for step in range(1, knobs.last_step + 1):
             earlier = [part.of(active.rows) for part in parts]
-            output = self._run(inputs, mask, run_positions, earlier, options)
+            output = self._run_step(inputs, mask, run_positions, earlier, options)
             parts.append(Part(active.rows, entries, output.keys))
             router_logits += output.router_logits
             taken.append(active.taken)
@@ -194,8 +216,20 @@ class TakesLatentSteps:
             hidden_states=None if hidden_states is None else (*hidden_states[:-1], final),
             router_logits=tuple(router_logits) or None,
             pass_hidden_states=(final,),
-            latents=Latents(lengths.view(batch, num_columns), steps, taken),
+            pass_latents=(Latents(lengths.view(batch, num_columns), steps, taken),),
         )
+
+    def checkpoint_whole_steps(self) -> None:
+        """After transformers has flagged every module: a layer that checkpoints drops its cache, and with it the keys
+        of earlier steps. `_run_step` checkpoints instead. A plain model's layers may."""
+        if self.knobs(None, None, None).last_step > 1:
+            for module in self.backbone.modules():
+                if hasattr(module, "gradient_checkpointing"):
+                    module.gradient_checkpointing = False
+
+    def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
+        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
+        self.checkpoint_whole_steps()
 
     def _plain(self, embeds: Tensor, attention_mask, position_ids: Tensor | None, options: dict) -> LatentModelOutput:
         """One run and no latent step: the plain model, bit for bit."""
@@ -215,14 +249,14 @@ class TakesLatentSteps:
             attentions=output.get("attentions"),
             router_logits=output.get("router_logits"),
             pass_hidden_states=(final,),
-            latents=Latents(torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device), [], []),
+            pass_latents=(Latents(torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device), [], []),),
         )
 
     def _mask(self, parts: list[Part], entries: Entries, rows: Tensor | None, step: int, dtype: torch.dtype):
         seen = joined([*(part.entries_of(rows) for part in parts), entries])
         return grid_masks(self.config.text_config, seen, len(entries), step, dtype)
 
-    def _run(self, inputs: Tensor, mask, positions: Tensor | None, earlier: list[Part], options: dict) -> "_Run":
+    def _run_step(self, inputs: Tensor, mask, positions: Tensor | None, earlier: list[Part], options: dict) -> "_Run":
         """One run of the backbone over the keys and values of earlier ones."""
         num_layers = self.config.num_hidden_layers
 
@@ -252,7 +286,9 @@ class TakesLatentSteps:
     def _gate(self, hidden: Tensor, active: _Active, step: int, knobs: Knobs) -> Tensor | None:
         if knobs.exit_at_step is not None or step == knobs.last_step:
             return None
-        return torch.sigmoid(self.router(hidden, step)).masked_fill(~active.taken, 0)
+        # What a backend returns at pads may be NaN, and zero times NaN would reach the router's gradient.
+        logits = self.router(hidden.masked_fill(~active.taken.unsqueeze(-1), 0), step)
+        return torch.sigmoid(logits).masked_fill(~active.taken, 0)
 
     def _halt(self, active: _Active, gate: Tensor | None, step: int, knobs: Knobs) -> Halting:
         if knobs.exit_at_step is None or step == knobs.last_step:
@@ -376,66 +412,91 @@ class AdaptiveLatentModel(TakesLatentSteps, LatentModel):
         refuse_unknown(kwargs)
         if keeps_steps is None:
             keeps_steps = torch.is_grad_enabled()
-        if packed and cache is None and knobs.last_step == 1:
-            attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
         return self.think(embeds, attention_mask, position_ids, real, cache, knobs, keeps_steps, **kwargs)
 
 
-class AdaptiveLatentForCausalLM(LatentForCausalLM):
-    """Adaptive latent CoT with its head and its loss: the mixture's cross-entropy, and the price of going on."""
+class AdaptiveHead:
+    """The knobs and the loss of a head model whose base model `TakesLatentSteps`: mixed in before it."""
 
-    config_class = AdaptiveLatentConfig
-    base_model_class = AdaptiveLatentModel
+    config: Any
+    model: Any
+    lm_head: Any
+    transform: Any
+    cross_entropy: Any
+    balancing_loss: Any
     _can_compile_fullgraph = False
-    STEP_OPTIONS = ("max_latent_steps", "exit_threshold", "exit_at_step")
 
     def forward(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        num_passes: int | str | None = None,
+        prompt_mask: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         max_latent_steps: int | None = None,
         exit_threshold: float | None = None,
         exit_at_step: int | None = None,
-        labels: Tensor | None = None,
         **kwargs,
     ):
         """As `LatentForCausalLM.forward`, with the knobs of `AdaptiveLatentModel.forward`."""
-        given = {
-            "max_latent_steps": max_latent_steps,
-            "exit_threshold": exit_threshold,
-            "exit_at_step": exit_at_step,
-        }
+        given = {"max_latent_steps": max_latent_steps, "exit_threshold": exit_threshold, "exit_at_step": exit_at_step}
         kwargs |= {name: value for name, value in given.items() if value is not None}
         if labels is not None:
             kwargs.setdefault("keeps_steps", True)
-        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        return super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            num_passes=num_passes,
+            prompt_mask=prompt_mask,
+            logits_to_keep=logits_to_keep,
+            skip_logits=skip_logits,
+            num_items_in_batch=num_items_in_batch,
+            **kwargs,
+        )
+
+    def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
+        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
+        self.model.checkpoint_whole_steps()
 
     def pass_loss(
         self, outputs: LatentModelOutput, labels: Tensor, num_items_in_batch: Tensor | int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The mixture's loss with the penalty on going on; and the mixture's own [1]."""
-        total, losses = super().pass_loss(outputs, labels, num_items_in_batch)
-        if outputs.latents is None or not outputs.latents.steps:
-            return total, losses
+        """The mixtures' loss over the passes, each with its penalty on going on; and each mixture's own [k]."""
+        total, losses = super().pass_loss(outputs, labels, num_items_in_batch)  # type: ignore[misc]
+        passes = outputs.pass_latents or ()
         targets = shift_labels(labels)
         if num_items_in_batch is None:
             num_items_in_batch = (targets != IGNORE_INDEX).sum()
         targets = targets.flatten()
-        penalty = self.adaptive_loss(outputs.latents, targets) / num_items_in_batch
-        outputs.latents.penalty = penalty.detach()
-        total = total + penalty
-        if self.config.step_loss_weight > 0:
-            total = (
-                total + self.config.step_loss_weight * self._step_loss(outputs.latents, targets) / num_items_in_batch
-            )
+        for pass_weight, latents in zip(self.config.loss_weights(len(passes)), passes, strict=True):
+            penalty = self.adaptive_loss(latents, targets) / num_items_in_batch
+            latents.penalty = penalty.detach()
+            total = total + pass_weight * penalty
+            if (weight := self.config.step_loss_weight) > 0 and latents.steps:
+                total = total + pass_weight * weight * self._step_loss(latents, targets) / num_items_in_batch
         return total, losses
 
     def router_loss(self, outputs: LatentModelOutput, real: Tensor | None) -> Tensor:
         """The family's load-balancing loss of each run of the backbone, over the tokens that took part; their mean."""
-        if outputs.latents is None or not outputs.latents.taken:
-            return super().router_loss(outputs, real)
-        runs = by_pass(outputs.router_logits or (), len(outputs.latents.taken))
-        pairs = zip(runs, outputs.latents.taken, strict=True)
-        return torch.stack([self.balancing_loss(logits, taken) for logits, taken in pairs]).mean()
+        taken = [run for latents in outputs.pass_latents or () for run in latents.taken]
+        if not taken:
+            return super().router_loss(outputs, real)  # type: ignore[misc]
+        runs = by_pass(outputs.router_logits or (), len(taken))
+        pairs = zip(runs, taken, strict=True)
+        losses = [self.balancing_loss(logits, tokens) for logits, tokens in pairs if tokens.any()]
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=outputs.last_hidden_state.device)
 
     def adaptive_loss(self, latents: Latents, targets: Tensor) -> Tensor:
         """lambda times the penalty, summed over steps and tokens that have a target. targets [B * T]."""
@@ -463,3 +524,10 @@ class AdaptiveLatentForCausalLM(LatentForCausalLM):
             for step in latents.steps
         ]
         return torch.stack(losses).sum() / (self.config.max_latent_steps + 1)
+
+
+class AdaptiveLatentForCausalLM(AdaptiveHead, LatentForCausalLM):
+    """Adaptive latent CoT with its head and its loss: the mixture's cross-entropy, and the price of going on."""
+
+    config_class = AdaptiveLatentConfig
+    base_model_class = AdaptiveLatentModel

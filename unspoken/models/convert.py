@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from unspoken.config import LatentConfig
 from unspoken.data.cache import check_folder, whole_folder
 from unspoken.errors import UnspokenError, UsageError, nearest
+from unspoken.models.adaptive import AdaptiveLatentForCausalLM
+from unspoken.models.adaptive_recycler import AdaptiveRecyclerForCausalLM
 from unspoken.models.backbone import family_of
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import forget_file, load_source
@@ -21,7 +23,12 @@ from unspoken.models.recycler import RecyclerForCausalLM
 from unspoken.models.vanilla import VanillaForCausalLM
 
 NOT_A_MODEL = ("manifest.json", "checkpoint.json", "resolved.yaml", "checkpoints")  # of data and runs
-METHODS: dict[str, type[LatentForCausalLM]] = {"recycler": RecyclerForCausalLM, "vanilla": VanillaForCausalLM}
+METHODS: dict[str, type[LatentForCausalLM]] = {
+    "recycler": RecyclerForCausalLM,
+    "adaptive": AdaptiveLatentForCausalLM,
+    "adaptive_recycler": AdaptiveRecyclerForCausalLM,
+    "vanilla": VanillaForCausalLM,
+}
 
 
 def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **config_fields: Any) -> LatentForCausalLM:

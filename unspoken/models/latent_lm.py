@@ -31,7 +31,8 @@ from unspoken.models.segments import Segment
 class LatentModelOutput(ModelOutput):
     """`last_hidden_state` [B, T, d] is the last pass's; `pass_hidden_states` holds all k passes' when they ran in
     parallel (None in decoding); `router_logits` concatenates the passes'. `segments` are the cuts of a forward that was
-    `segmented`, see `models/segments.py`; `latents` are the latent steps of each token, see `models/adaptive.py`."""
+    `segmented`, see `models/segments.py`; `pass_latents` are each pass's latent steps, `latents` the last pass's: see
+    `models/adaptive.py`."""
 
     last_hidden_state: Tensor = None  # type: ignore[assignment]  # ModelOutput wants defaults
     cache: Cache | None = None
@@ -40,7 +41,11 @@ class LatentModelOutput(ModelOutput):
     router_logits: tuple[Tensor, ...] | None = None
     pass_hidden_states: tuple[Tensor, ...] | None = None
     segments: tuple[Segment, ...] | None = None
-    latents: Any = None
+    pass_latents: tuple[Any, ...] | None = None
+
+    @property
+    def latents(self) -> Any:
+        return self.pass_latents[-1] if self.pass_latents else None
 
 
 @dataclass
@@ -58,7 +63,11 @@ class LatentCausalLMOutput(ModelOutput):
     pass_losses: Tensor | None = None
     pass_hidden_states: tuple[Tensor, ...] | None = None
     segments: tuple[Segment, ...] | None = None
-    latents: Any = None
+    pass_latents: tuple[Any, ...] | None = None
+
+    @property
+    def latents(self) -> Any:
+        return self.pass_latents[-1] if self.pass_latents else None
 
 
 class LatentPreTrainedModel(PreTrainedModel):

@@ -107,15 +107,15 @@ class RecyclerModel(LatentModel):
         embeds = without_pads(embeds, real)
         packed = is_packed(position_ids, real)
         cache, asked = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(kwargs)
+        options = self._run_options(kwargs)
         if prompt_mask is not None and prompt_mask.shape != embeds.shape[:2]:
             raise ValueError(
                 f"prompt_mask must be [batch, tokens] = {tuple(embeds.shape[:2])}, got {tuple(prompt_mask.shape)}"
             )
         receives = may_recycle(attention_mask, receiving_positions(real, position_ids, prompt_mask))
         if packed or (packed is None and cache is None):
-            attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
-        tokens = _Tokens(embeds, attention_mask, position_ids, real, receives, kwargs)
+            attention_mask = self._document_mask(embeds, attention_mask, position_ids)
+        tokens = _Tokens(embeds, attention_mask, position_ids, real, receives, options)
         if num_passes is None:
             num_passes = self.config.num_prefill_passes if asked else self.config.num_train_passes
         if num_passes == "exact":
@@ -231,6 +231,19 @@ class RecyclerModel(LatentModel):
             joined = _joined(joined, output)
         return _with_cache(joined, cache)
 
+    def _run_options(self, kwargs: dict) -> dict:
+        """What every run of the backbone is given beside its inputs.
+
+        Raises:
+            TypeError: a misspelled argument of the forward.
+        """
+        refuse_unknown(kwargs)
+        return kwargs
+
+    def _document_mask(self, embeds: Tensor, attention_mask, position_ids: Tensor | None):
+        """The attention mask that keeps packed documents apart."""
+        return document_mask(self.config, embeds, attention_mask, position_ids)
+
     def _recycled(self, output: LatentModelOutput, tokens: _Tokens, previous: Tensor | None = None) -> Tensor:
         """One pass's states where the next pass reads them, [B, T, d]."""
         hidden = output.last_hidden_state
@@ -240,15 +253,19 @@ class RecyclerModel(LatentModel):
 
     def _run(self, tokens: _Tokens, recycled: Tensor | None, cache: Cache | None = None):
         """One run of the backbone, with A(recycled) added to its input."""
+        inputs = tokens.embeds
+        if recycled is not None:
+            added = self.adapter(recycled)
+            inputs = inputs + (added if self.adapter_scale == 1.0 else added * self.adapter_scale)
+        return self._run_inputs(inputs, tokens, cache)
+
+    def _run_inputs(self, inputs: Tensor, tokens: _Tokens, cache: Cache | None):
+        """One run of the backbone over these inputs of the tokens."""
         if cache is not None and self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing:
             raise ValueError(
                 "gradient checkpointing drops the cache that this forward needs (num_passes='exact', use_cache=True or "
                 "a cache); call gradient_checkpointing_disable(), or eval()"
             )
-        inputs = tokens.embeds
-        if recycled is not None:
-            added = self.adapter(recycled)
-            inputs = inputs + (added if self.adapter_scale == 1.0 else added * self.adapter_scale)
         return self.backbone(
             inputs_embeds=inputs,
             attention_mask=tokens.attention_mask,
@@ -275,7 +292,7 @@ class RecyclerForCausalLM(LatentForCausalLM):
     """Recycler with its head. See `LatentForCausalLM.forward` for the losses, `RecyclerModel` for the passes."""
 
     config_class = RecyclerConfig
-    base_model_class = RecyclerModel
+    base_model_class: type[LatentModel] = RecyclerModel
 
     _verification: dict | None = None  # set while candidates of assisted decoding are scored
 
@@ -361,6 +378,7 @@ def _collected(outputs: list, cache: Cache | None = None) -> LatentModelOutput:
         attentions=last.get("attentions"),
         router_logits=tuple(router_logits) or None,
         pass_hidden_states=tuple(output.last_hidden_state for output in outputs),
+        pass_latents=tuple(latents for output in outputs for latents in output.get("pass_latents") or ()) or None,
     )
 
 
@@ -383,4 +401,5 @@ def _joined(first: LatentModelOutput, second: LatentModelOutput) -> LatentModelO
         cache=second.cache,
         hidden_states=both("hidden_states"),
         router_logits=tuple(logits.flatten(0, 1) for logits in router_logits) or None,
+        pass_latents=None if first.latents is None else (first.latents.followed_by(second.latents),),
     )

@@ -16,7 +16,7 @@ from typing import Any
 from unspoken.analysis.numbers import short_count
 from unspoken.errors import UsageError, nearest
 from unspoken.paper.study import Study
-from unspoken.train.recipe import METHOD_FIELDS
+from unspoken.train.recipe import FIELDS_OF, METHOD_FIELDS
 from unspoken.train.recipe_file import Origins, apply_override, check_recipe, dotted, parse_overrides, read_yaml
 
 ARM_WORDS = ("after", "note")  # what an arm may say beside a recipe's keys
@@ -179,9 +179,12 @@ def _leave_out(values: dict[str, Any], own: dict[str, Any], is_continued: bool) 
     model = values.get("model")
     if not isinstance(model, dict):
         return
-    dropped = []
-    if model.get("method") == "vanilla":
-        dropped += [f"model.{name}" for name in METHOD_FIELDS] + ["train.third_pass_fraction"]
+    method = str(model.get("method"))
+    dropped = [f"model.{name}" for name in METHOD_FIELDS if name not in FIELDS_OF.get(method, METHOD_FIELDS)]
+    if method in FIELDS_OF and "recycler" not in method:
+        dropped.append("train.third_pass_fraction")
+    if method in FIELDS_OF and "adaptive" not in method:
+        dropped.append("train.no_cut_fraction")
     if is_continued:
         dropped += ["model.init", "model.backbone"]
     for key in dropped:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from transformers import PreTrainedConfig
 
-from unspoken.errors import UnspokenError
+from unspoken.errors import UnspokenError, first_line
 from unspoken.train.parallel import Ranks, new_messages_group
 
 FOLDER, SEAL = "checkpoints", "checkpoint.json"
@@ -183,7 +183,7 @@ def read_tensors(checkpoint: Path, tensors: Tensors, ranks: Ranks | None = None)
         _check_same_tensors(tensors, stored, checkpoint)
         dcp.load(tensors, storage_reader=reader, no_dist=ranks is None or ranks.size == 1)
     except (SafetensorError, OSError, KeyError, dcp.CheckpointException) as error:  # type: ignore[attr-defined]
-        raise _damaged(checkpoint, _first_line(error), checkpoint) from error
+        raise _damaged(checkpoint, _first_failure(error), checkpoint) from error
 
 
 def _check_same_tensors(tensors: Tensors, stored: dict[str, Any], checkpoint: Path) -> None:
@@ -265,20 +265,19 @@ def _acting(target: Path, made: Path | None = None) -> Iterator[None]:
     except failures as error:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
-        reason = _first_line(error)
+        reason = _first_failure(error)
         raise UnspokenError(
             f"cannot write the checkpoint {target}: {reason}. Earlier checkpoints are untouched.",
             said_by_main="Errno" in reason or "os error" in reason,  # and not a process that is gone
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def _first_failure(error: BaseException) -> str:
     """A CheckpointException lists the failure of each process; the first says what happened."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return first_line(error)
 
 
 def _damaged(path: Path, reason: str, checkpoint: Path) -> UnspokenError:

@@ -58,9 +58,11 @@ class RunConsole:
 
 
 def _losses(row: Row) -> str:
-    """`loss 5.123` for one pass, `loss 5.123 / 5.101` for two: pass by pass, not the training loss over all."""
+    """`loss 5.123` for one pass, `loss 5.123 / 5.101` for two: pass by pass, not the training loss over all. Then the
+    latent length, where there is one."""
     passes = [f"{row[name]:.3f}" for i in range(1, 100) if (name := f"loss_pass_{i}") in row]
-    return "loss " + " / ".join(passes)
+    length = f"  latent length {row['latent_length']:.2f}" if "latent_length" in row else ""
+    return "loss " + " / ".join(passes) + length
 
 
 def _duration(seconds: float) -> str:

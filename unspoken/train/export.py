@@ -11,9 +11,9 @@ def main(args: argparse.Namespace) -> int:
     run, out = Path(args.run), Path(args.out)
     if not run.is_dir():
         raise UsageError(f"{run} is no folder of a training run")
-    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
+    from unspoken.data.pretrained import read_tokenizer
     from unspoken.models.convert import check_place, save
 
     check_place(out, args.overwrite)
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> int:
     check_files(checkpoint)
     model = model_like(checkpoint)
     read_tensors(checkpoint, model_tensors(model))
-    tokenizer = AutoTokenizer.from_pretrained(run / TOKENIZER) if (run / TOKENIZER).is_dir() else None
+    tokenizer = read_tokenizer(run / TOKENIZER) if (run / TOKENIZER).is_dir() else None
     save(model.eval(), tokenizer, out, overwrite=args.overwrite)
     print(f"{out}: the model of {checkpoint}")
     return 0

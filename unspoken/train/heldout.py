@@ -8,6 +8,7 @@ import torch
 from unspoken.data.windows import Windows
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.loss import IGNORE_INDEX, shift_labels
+from unspoken.train.metrics import Row
 from unspoken.train.parallel import Ranks
 
 
@@ -19,8 +20,9 @@ def held_out_losses(
     batch_size: int,
     num_passes: int,
     ranks: Ranks | None = None,
-) -> list[float]:
-    """Mean next-token loss of passes 1..num_passes over the first `num_sequences` windows (all, if there are fewer).
+) -> Row:
+    """Mean next-token loss of passes 1..num_passes, and the mean latent length where there is one, over the first
+    `num_sequences` windows (all, if there are fewer).
 
     One forward of `num_passes` gives them all: pass i does not know how many follow. Precision is the caller's
     autocast; the model is left in the mode that it was in. Processes take the windows in turn, and run as many
@@ -31,6 +33,7 @@ def held_out_losses(
     model.eval()
     num_sequences = min(num_sequences, len(data))
     total, num_targets = torch.zeros(num_passes, dtype=torch.float64), 0
+    latent_steps, num_tokens = 0, 0
     per_round = batch_size * ranks.size
     for first in range(ranks.rank * batch_size, -(-num_sequences // per_round) * per_round, per_round):
         rows = [data[i] for i in range(first, min(first + batch_size, num_sequences))]
@@ -42,6 +45,10 @@ def held_out_losses(
         output = model(**batch, num_passes=num_passes, num_items_in_batch=1, use_cache=False, skip_logits=True)
         total += output.pass_losses.double().cpu()
         num_targets += int((shift_labels(batch["labels"]) != IGNORE_INDEX).sum())
+        if output.latents is not None and not is_empty:
+            latent_steps += int(output.latents.lengths.sum())
+            num_tokens += output.latents.lengths.numel()
     model.train(was_training)
-    *sums, count = ranks.sum([*total.tolist(), num_targets])
-    return [loss / max(1, count) for loss in sums]
+    *sums, count, steps, tokens = ranks.sum([*total.tolist(), num_targets, latent_steps, num_tokens])
+    row: Row = {f"loss_pass_{i}": loss / max(1, count) for i, loss in enumerate(sums, start=1)}
+    return row | ({"latent_length": steps / tokens} if tokens else {})

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors.torch import save_file
@@ -25,12 +25,12 @@ from unspoken.train.build import Data, max_passes, num_passes
 from unspoken.train.checkpoint import SEAL, CheckpointWriter, generators, read_record, read_tensors, set_generators
 from unspoken.train.console import RunConsole
 from unspoken.train.heldout import held_out_losses
-from unspoken.train.metrics import LossWindow, MetricFiles, Row, columns, track
+from unspoken.train.metrics import LATENT_COLUMNS, MeanWindow, MetricFiles, Row, columns, loss_names, track
 from unspoken.train.norms import state_norms
 from unspoken.train.optim import build_optimizer, freeze_adapter, optimizer_tensors, set_learning_rate
 from unspoken.train.parallel import Engine, Ranks, naming_lost_ranks, whole_number
 from unspoken.train.recipe import Recipe
-from unspoken.train.schedule import LearningRate, passes_at
+from unspoken.train.schedule import LearningRate, is_uncut, passes_at
 from unspoken.train.selftest import SelfTest
 
 NORMS_EVERY_STEPS = 50  # a forward of one sequence: a thousandth of the run
@@ -39,7 +39,8 @@ SWAMPED_AT = 3.0  # adapter to embedding: 0.2 in runs that win, 15 falling to 5 
 
 @dataclass
 class Progress:
-    """What has been done so far, over all resumes. `pass_tokens` counts a token once for each pass over it.
+    """What has been done so far, over all resumes. `pass_tokens` counts a token once for each pass over it and once
+    for each of its latent steps.
 
     CPU seconds are this process's own here, and those of all processes in rows and records.
     """
@@ -59,22 +60,39 @@ class Progress:
         return replace(self, train_cpu_seconds=train, cpu_seconds=whole)
 
 
+class StepSums(NamedTuple):
+    """What one optimizer step's batch gave: this process's part of the loss and of each pass's loss [k], detached; the
+    number of targets of all processes; latent lengths and the like by name, each a sum and what it is a mean over."""
+
+    loss: Tensor
+    pass_losses: Tensor
+    num_targets: int
+    latents: dict[str, tuple[Tensor, Tensor]]
+
+
 def forward_backward(
-    engine: Engine, batch: dict[str, Tensor], rows_at_once: int, k: int, autocast: AbstractContextManager
-) -> tuple[Tensor, Tensor, int]:
+    engine: Engine,
+    batch: dict[str, Tensor],
+    rows_at_once: int,
+    k: int,
+    autocast: AbstractContextManager,
+    **options: Any,
+) -> StepSums:
     """Add the gradients of one optimizer step's batch (this process's rows of it), some rows at a time.
 
     The loss of every part is divided by the targets of the whole batch, over all processes, so the split changes
     nothing but rounding (a router's balancing loss, which is no mean over targets, depends on it as in transformers).
-    Returns this process's part of the loss and of each pass's loss [k], detached, and the number of targets of all.
+    options: of the model's forward.
     """
     own_targets = int((shift_labels(batch["labels"]) != IGNORE_INDEX).sum())
     num_targets = max(1, int(engine.ranks.sum([own_targets])[0]))
     device = engine.model.device
     loss: Tensor = torch.zeros((), device=device)
     pass_losses = torch.zeros(k, device=device)
+    latents: dict[str, tuple[Tensor, Tensor]] = {}
     num_rows = len(batch["labels"])
-    options = {"segmented": True} if engine.segmented else {}
+    if engine.segmented:
+        options["segmented"] = True
     for start in range(0, num_rows, rows_at_once):
         part = {name: rows[start : start + rows_at_once].to(device) for name, rows in batch.items()}
         with engine.part(is_last=start + rows_at_once >= num_rows):
@@ -85,8 +103,12 @@ def forward_backward(
             engine.backward(output)
         loss += output.loss.detach()
         pass_losses += output.pass_losses
+        for steps in output.pass_latents or ():
+            for name, (total, count) in steps.sums(num_targets).items():
+                before = latents.get(name, (0.0, 0.0))
+                latents[name] = before[0] + total, before[1] + count
     engine.settle()
-    return loss, pass_losses, num_targets
+    return StepSums(loss, pass_losses, num_targets, latents)
 
 
 class TrainingLoop:
@@ -115,7 +137,8 @@ class TrainingLoop:
         self.optimizer = build_optimizer(self.engine.parameters, recipe.optim)
         self.learning_rate = LearningRate(recipe.optim, recipe.num_steps)
         self.progress = Progress()
-        self.window = LossWindow(self.max_passes, model.device)
+        self.losses = MeanWindow(loss_names(self.max_passes), model.device)
+        self.latents = MeanWindow(LATENT_COLUMNS, model.device, counts_are_own=True)
         self.best: dict[str, Any] = {"step": None, "loss": None}
         self.stop_signal = 0
         self.is_stopping = self.has_warned = False
@@ -163,7 +186,9 @@ class TrainingLoop:
         set_learning_rate(self.optimizer, self.learning_rate, step)
         batch = self.data.train.global_batch(step, train.batch_size, self.ranks.rank, self.ranks.size)
         self_test = SelfTest(self.engine, train) if step == self._begin.step else None
-        loss, pass_losses, num_targets = forward_backward(self.engine, batch, self.rows_at_once, k, self._autocast())
+        options = {"exit_threshold": 0.0} if is_uncut(step, self.recipe.num_steps, train.no_cut_fraction) else {}
+        sums = forward_backward(self.engine, batch, self.rows_at_once, k, self._autocast(), **options)
+        loss, pass_losses, num_targets, latents = sums
         if self_test is not None:
             self_test.check(k, len(batch["labels"]) // self.rows_at_once)
         parameters = list(self.engine.parameters.values())
@@ -175,8 +200,10 @@ class TrainingLoop:
             self._stop_not_finite(batch, pass_losses, float(grad_norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.window.add(loss, pass_losses, num_targets)
-        self._count(num_targets, k, clock)
+        means = zip(self.losses.names, [loss, *pass_losses], strict=False)
+        self.losses.add({name: (mean * num_targets, num_targets) for name, mean in means})
+        self.latents.add(latents)
+        self._count(num_targets, k, latents, clock)
         step += 1
         if step % train.log_every and step != self.recipe.num_steps:
             return None
@@ -191,8 +218,10 @@ class TrainingLoop:
         enabled = self.recipe.train.autocast == "bfloat16"
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def _count(self, num_targets: int, k: int, clock: "_Clock") -> None:
+    def _count(self, num_targets: int, k: int, latents: dict[str, tuple[Tensor, Tensor]], clock: "_Clock") -> None:
         progress, tokens = self.progress, self.recipe.step_tokens
+        if "latent_length" in latents:
+            progress.pass_tokens += int(self.ranks.sum([float(latents["latent_length"][0])])[0])
         progress.step += 1
         progress.tokens += tokens
         progress.target_tokens += num_targets
@@ -205,7 +234,7 @@ class TrainingLoop:
         now, before = self.progress, self._logged
         tokens = now.tokens - before.tokens
         cpu_seconds = self.ranks.sum([now.train_cpu_seconds - before.train_cpu_seconds])[0]
-        row = self.window.read(self.ranks) | row
+        row = self.losses.read(self.ranks) | self.latents.read(self.ranks) | row
         row["tokens_per_second"] = tokens / (now.train_seconds - before.train_seconds)
         row["tokens_per_cpu_second"] = tokens / max(1e-9, cpu_seconds)
         if row.get("adapter_to_embedding", 0.0) > SWAMPED_AT and not self.has_warned:
@@ -222,13 +251,12 @@ class TrainingLoop:
         data = self.data.held_out
         assert data is not None
         with self._autocast():
-            losses = held_out_losses(
+            row = held_out_losses(
                 self.model, data, self.recipe.train.eval_sequences, self.rows_at_once, self.max_passes, self.ranks
             )
         self.engine.settle()
-        names = [f"loss_pass_{i}" for i in range(1, self.max_passes + 1)]
-        self._write(dict(zip(names, losses, strict=True)), "eval")
-        loss = losses[self.num_passes - 1]
+        self._write(row, "eval")
+        loss = row[f"loss_pass_{self.num_passes}"]
         is_best = self.progress.step > 0 and (self.best["loss"] is None or loss < self.best["loss"])
         if is_best:
             self.best = {"step": self.progress.step, "loss": loss}
@@ -254,7 +282,8 @@ class TrainingLoop:
         record = {
             "run_id": self.run_id,
             "progress": asdict(self.progress.over(self.ranks)),
-            "window": self.window.record(self.ranks),
+            "losses": self.losses.record(self.ranks),
+            "latents": self.latents.record(self.ranks),
             "best": self.best,
         }
         best = self.best["step"] if self.recipe.train.keep_best else None
@@ -278,11 +307,10 @@ class TrainingLoop:
             raise UnspokenError(
                 f"{checkpoint / SEAL} is damaged ({error}). Delete {checkpoint} to resume from the one before it"
             ) from error
-        if ranks.is_main:
-            self.window.restore(record["window"])
-        else:  # the main process carries on what all have used
+        self.losses.restore(record["losses"], ranks.is_main)
+        self.latents.restore(record["latents"], ranks.is_main)
+        if not ranks.is_main:  # which carries on what all have used
             self.progress.cpu_seconds = self.progress.train_cpu_seconds = 0.0
-            self.window.restore({**record["window"], "sums": [0.0] * (self.max_passes + 1)})
 
     def _stop_not_finite(self, batch: dict[str, Tensor], pass_losses: Tensor, grad_norm: float) -> NoReturn:
         step, rank = self.progress.step + 1, self.ranks.rank

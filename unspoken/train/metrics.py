@@ -7,7 +7,7 @@ the steps since the row before it, weighted by target tokens; the rest are that 
 import csv
 import importlib.util
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from unspoken.errors import UnspokenError, UsageError
 from unspoken.train.parallel import Ranks
 
 JSONL, CSV = "metrics.jsonl", "metrics.csv"
+LATENT_COLUMNS = ("latent_length", "adaptive_loss", "gate_at_cut")  # means over tokens, targets, cuts
 Row = dict[str, Any]
 
 
@@ -35,6 +36,7 @@ def columns(max_passes: int) -> list[str]:
         "num_passes",
         "adapter_to_embedding",
         "embedding_rms",
+        *LATENT_COLUMNS,
         *(f"state_rms_pass_{i}" for i in passes),
         *(f"expert_load_{end}_pass_{i}" for i in passes for end in ("min", "max")),
         "tokens_per_second",
@@ -44,37 +46,47 @@ def columns(max_passes: int) -> list[str]:
     ]
 
 
-class LossWindow:
-    """Each pass's summed loss (this process's part) and number of targets (of all processes) since the last logged
-    step, kept on the device: adding waits for nothing. Part of a checkpoint, so that a resumed run logs the same
-    means."""
+def loss_names(max_passes: int) -> list[str]:
+    return ["loss", *(f"loss_pass_{i}" for i in range(1, max_passes + 1))]
 
-    def __init__(self, max_passes: int, device: torch.device):
-        self.sums = torch.zeros(max_passes + 1, device=device)  # the training loss, then each pass's
-        self.targets = torch.zeros(max_passes + 1, device=device)
 
-    def add(self, loss: Tensor, pass_losses: Tensor, num_targets: int) -> None:
-        """loss, pass_losses [k]: sums over this process's rows, divided by `num_targets`."""
-        filled = 1 + len(pass_losses)
-        self.sums[:filled] += torch.cat([loss.reshape(1), pass_losses]) * num_targets
-        self.targets[:filled] += num_targets
+class MeanWindow:
+    """Named sums (this process's part) and what they are means over, since the last logged step; kept on the device:
+    adding waits for nothing. Part of a checkpoint, so that a resumed run logs the same means.
+
+    counts_are_own: what is counted is this process's part too; otherwise it is of all processes, as targets are.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device, counts_are_own: bool = False):
+        self.names, self.counts_are_own = list(names), counts_are_own
+        self.sums = torch.zeros(len(names), device=device)
+        self.counts = torch.zeros(len(names), device=device)
+
+    def add(self, sums: Mapping[str, tuple[Tensor, Tensor | float]]) -> None:
+        """(sum, count) by name."""
+        index = [self.names.index(name) for name in sums]
+        for whole, values in zip((self.sums, self.counts), zip(*sums.values(), strict=True), strict=False):
+            whole[index] += torch.stack([torch.as_tensor(value).to(whole) for value in values])
 
     def read(self, ranks: Ranks) -> Row:
-        """The means, of passes that ran; then start anew. All processes call it."""
+        """The means, of what was counted; then start anew. All processes call it."""
         record = self.record(ranks)
-        names = ["loss", *(f"loss_pass_{i}" for i in range(1, len(self.sums)))]
-        pairs = zip(record["sums"], record["targets"], strict=True)
-        row = {name: total / count for name, (total, count) in zip(names, pairs, strict=True) if count}
+        pairs = zip(record["sums"], record["counts"], strict=True)
+        row = {name: total / count for name, (total, count) in zip(self.names, pairs, strict=True) if count}
         self.sums.zero_()
-        self.targets.zero_()
+        self.counts.zero_()
         return row
 
     def record(self, ranks: Ranks) -> dict[str, list[float]]:
-        return {"sums": ranks.sum(self.sums.tolist()), "targets": self.targets.tolist()}
+        counts = self.counts.tolist()
+        return {"sums": ranks.sum(self.sums.tolist()), "counts": ranks.sum(counts) if self.counts_are_own else counts}
 
-    def restore(self, record: dict[str, list[float]]) -> None:
-        self.sums.copy_(torch.tensor(record["sums"]))
-        self.targets.copy_(torch.tensor(record["targets"]))
+    def restore(self, record: dict[str, list[float]], is_main: bool = True) -> None:
+        """The main process carries on what all have summed up."""
+        if is_main:
+            self.sums.copy_(torch.tensor(record["sums"]))
+        if is_main or not self.counts_are_own:
+            self.counts.copy_(torch.tensor(record["counts"]))
 
 
 class MetricFiles:

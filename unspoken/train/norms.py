@@ -41,7 +41,8 @@ def _expert_loads(model: LatentForCausalLM, router_logits: tuple[Tensor, ...] | 
     text_config = model.config.text_config
     num_experts = getattr(text_config, str(family_of(text_config).experts))
     row: Row = {}
-    for i, layers in enumerate(by_pass(router_logits, num_passes), start=1):
+    num_layers = text_config.num_hidden_layers
+    for i, layers in enumerate(by_pass(router_logits[: num_passes * num_layers], num_passes), start=1):
         chosen = torch.stack(
             [logits.topk(text_config.num_experts_per_tok, dim=-1).indices.flatten() for logits in layers]
         )

@@ -2,7 +2,7 @@
 
     group       weights                                    weight decay    learning rate
     decayed     matrices and embeddings                    yes             base
-    plain       norms, biases, anything one-dimensional    no              base
+    plain       norms, biases, routers of latent steps     no              base
     adapter     the adapter, whole                         no              base * factor
 
 Embeddings are decayed, as is usual where they are the head too (GPT-2's successors, nanoGPT). Why the adapter differs:
@@ -27,7 +27,8 @@ def group_of(name: str, parameter: nn.Parameter) -> str:
     parts = name.split(".")
     if "adapter" in parts:
         return "adapter"
-    return "plain" if parameter.ndim < 2 or parts[-1].endswith("bias") else "decayed"
+    is_plain = parameter.ndim < 2 or parts[-1].endswith("bias") or parts[:2] == ["model", "router"]
+    return "plain" if is_plain else "decayed"
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unspoken.errors import UnspokenError, UsageError
+from unspoken.models.adaptive import TakesLatentSteps
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.segments import backward_by_pass
 from unspoken.train.recipe import TrainSection
@@ -153,15 +154,18 @@ class Engine:
         self.keep_gathered = train.keep_gathered and self.kind == "fsdp"
         if train.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if train.compile and (self.kind == "fsdp" or self.segmented):
+        is_by_block = self.kind == "fsdp" or self.segmented or not model._can_compile_fullgraph
+        if train.compile and is_by_block:
             for block in model.model.blocks():
                 block.compile()
+        if self.kind == "fsdp" and isinstance(model.model, TakesLatentSteps):
+            model.model.goes_on_anywhere = lambda goes_on: ranks.any(goes_on)[0]
         self.forward: Callable[..., Any] = model
         if self.kind == "fsdp":
             _shard(model, self.keep_gathered)
         elif self.kind == "ddp":
             self.forward = DistributedDataParallel(model)
-        if train.compile and self.kind != "fsdp" and not self.segmented:
+        if train.compile and not is_by_block:
             self.forward = torch.compile(self.forward)
         self.parameters = dict(model.named_parameters())
 

@@ -13,10 +13,19 @@ from unspoken.data.frozen_random import MAX_SEED
 from unspoken.data.tasks import parse_task
 from unspoken.errors import UsageError
 
-METHOD_FIELDS = (
-    "num_train_passes", "num_prefill_passes", "pass_loss_reduction", "pass_loss_weights", "detach_between_passes",
-    "adapter_norm",
-)  # fmt: skip
+FIELDS_OF: dict[str, tuple[str, ...]] = {  # a method's own keys of the model section
+    "vanilla": (),
+    "recycler": (
+        "num_train_passes", "num_prefill_passes", "pass_loss_reduction", "pass_loss_weights", "detach_between_passes",
+        "adapter_norm",
+    ),
+    "adaptive": (
+        "max_latent_steps", "exit_threshold", "exit_at_step", "router", "router_bias", "adaptive_loss",
+        "adaptive_loss_weight", "adaptive_loss_exponent", "penalize_cuts", "step_loss_weight",
+    ),
+}  # fmt: skip
+FIELDS_OF["adaptive_recycler"] = FIELDS_OF["recycler"] + FIELDS_OF["adaptive"]
+METHOD_FIELDS = tuple(dict.fromkeys(field for fields in FIELDS_OF.values() for field in fields))
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
@@ -68,7 +77,7 @@ class ModelSection(Section):
     family's own."""
 
     from_pretrained: str | None = None
-    method: Literal["recycler", "vanilla"] | None = None
+    method: Literal["recycler", "adaptive", "adaptive_recycler", "vanilla"] | None = None
     backbone: dict[str, Any] | None = None
     init: Literal["scaled", "backbone"] | None = None
     num_train_passes: Count | None = None
@@ -77,6 +86,16 @@ class ModelSection(Section):
     pass_loss_weights: list[NotNegative] | None = None
     detach_between_passes: bool | None = None
     adapter_norm: Literal["input", "output", "none"] | None = None
+    max_latent_steps: CountOrNone | None = None
+    exit_threshold: Fraction | None = None
+    exit_at_step: Count | None = None
+    router: Literal["linear", "mlp", "multi_linear", "multi_mlp", "none"] | None = None
+    router_bias: Annotated[float, _Number] | None = None
+    adaptive_loss: Literal["A", "B", "C", "D"] | None = None
+    adaptive_loss_weight: NotNegative | None = None
+    adaptive_loss_exponent: NotNegative | None = None
+    penalize_cuts: bool | None = None
+    step_loss_weight: NotNegative | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -95,8 +114,11 @@ class ModelSection(Section):
                 raise ValueError("`backbone` needs a `model_type`: llama, qwen3, ...")
         elif self.backbone is not None or self.init is not None:
             raise ValueError("`from_pretrained` brings its own backbone and weights: drop `backbone` and `init`")
-        if self.method == "vanilla" and (given := [f for f in METHOD_FIELDS if getattr(self, f) is not None]):
-            raise ValueError(f"`{given[0]}` is for `method: recycler`; the plain model has one pass")
+        if self.method is not None:
+            foreign = [field for field in METHOD_FIELDS if field not in FIELDS_OF[self.method]]
+            for field in (field for field in foreign if getattr(self, field) is not None):
+                owner = next(method for method, fields in FIELDS_OF.items() if field in fields)
+                raise ValueError(f"`{field}` is for `method: {owner}`, and this is `method: {self.method}`")
         return self
 
 
@@ -172,7 +194,8 @@ class TrainSection(Section):
     `batch_size` counts the sequences of one optimizer step over all processes, `micro_batch_size` those of one backward
     in one process (its whole share, unless given). `third_pass_fraction` of the steps run one pass more than
     `model.num_train_passes`. An `..._every` of 0 is never; unless it is 0 the model is also evaluated before the first
-    step and after the last, and a checkpoint is written after the last. `keep_best` keeps, beside the last ones, the
+    step and after the last, and a checkpoint is written after the last. On the first `no_cut_fraction` of the steps no
+    token's latent steps are cut (`method: adaptive`). `keep_best` keeps, beside the last ones, the
     checkpoint of the evaluation with the lowest loss of the last trained pass.
 
     With several processes (`unspoken launch`), `parallel` says what each holds: `ddp` the whole model, `fsdp` a share;
@@ -185,6 +208,7 @@ class TrainSection(Section):
     batch_size: Count = 8
     micro_batch_size: Count | None = None
     third_pass_fraction: Fraction = 0.0
+    no_cut_fraction: Fraction = 0.0
     autocast: Literal["bfloat16", "none"] = "bfloat16"
     gradient_checkpointing: bool = False
     compile: bool = False
@@ -253,10 +277,14 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.model.method == "vanilla" and self.train.third_pass_fraction:
-            raise ValueError("train.third_pass_fraction is for `method: recycler`; the plain model has one pass")
-        if self.model.method == "vanilla" and self.train.segmented_backward:
-            raise ValueError("train.segmented_backward is for `method: recycler`; the plain model has one pass")
+        method = self.model.method
+        for key, owner in (
+            ("third_pass_fraction", "recycler"), ("segmented_backward", "recycler"), ("no_cut_fraction", "adaptive"),
+        ):  # fmt: skip
+            if getattr(self.train, key) and method is not None and owner not in method:
+                raise ValueError(f"train.{key} is for `method: {owner}`, and this is `method: {method}`")
+        if self.train.segmented_backward and method == "adaptive_recycler":
+            raise ValueError("train.segmented_backward is for `method: recycler` alone")
         if self.num_steps == 0:
             raise ValueError(f"train.total_tokens {self.train.total_tokens} is less than one step: {self.step_tokens}")
         return self

@@ -40,6 +40,11 @@ class LearningRate:
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def is_uncut(step: int, num_steps: int, no_cut_fraction: float) -> bool:
+    """Whether the step is among the first ones, in which no token's latent steps are cut."""
+    return step < round(no_cut_fraction * num_steps)
+
+
 def _ramp(step: int, num_warmup_steps: int) -> float:
     """1/n, 2/n, ..., 1: the first step learns already."""
     return min(1.0, (step + 1) / num_warmup_steps) if num_warmup_steps else 1.0
