@@ -24,6 +24,8 @@ class LatentConfig(PreTrainedConfig):
     `tie_word_embeddings` and the special token ids default to the backbone's.
     """
 
+    # What transformers' Trainer does not gather: predictions are logits, not every pass's states and latent steps.
+    keys_to_ignore_at_inference: ClassVar = ["cache", "pass_losses", "pass_hidden_states", "segments", "pass_latents"]
     sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(AutoConfig, model_type="llama")}
 
     text_config: PreTrainedConfig = None  # type: ignore[assignment]  # a dict is turned into one; None is Llama's

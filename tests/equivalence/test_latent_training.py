@@ -88,7 +88,7 @@ def oracle_loss(model: AdaptiveLatentForCausalLM, ids: Tensor) -> Tensor:
 def test_loss_and_gradients_equal_the_oracle_s(name, kind, form, penalize_cuts):
     fields = {"router": kind, "adaptive_loss": form, "penalize_cuts": penalize_cuts, "max_latent_steps": 2}
     fields |= {"router_bias": 1.5, **LOUD}
-    model, ids = thinking(name, **fields).train(), random_ids(1, 9, seed=1)
+    model, ids = thinking(name, **fields).train(), random_ids(1, 9, seed=3)
     expected = oracle_loss(model, ids)
     expected.backward()
     wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
