@@ -3,9 +3,14 @@
 Latent steps are exact in all of them: no token waits for what a later one might still make.
 """
 
+from functools import cache
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from transformers import DynamicCache
 
 from tests.equivalence.test_generate import left_padded
 from tests.equivalence.test_latent_decoding import (
@@ -104,3 +109,56 @@ def test_without_a_cache(name):
     for use_cache in (True, False):
         new = greedy(model, inputs_embeds=embeds, max_new_tokens=3, use_cache=use_cache)
         check_greedy(model, PROMPTS[0], torch.cat([PROMPTS[0], new], dim=1))
+
+
+@st.composite
+def histories(draw) -> list[tuple]:
+    """Forwards of pieces, and what rolls back, moves, doubles and drops rows between them."""
+    batch, tokens, events = 2, 0, []
+    for _ in range(draw(st.integers(2, 6))):
+        kind = draw(st.sampled_from(["forward", "forward", "crop", "reorder", "repeat"]))
+        if kind == "crop" and tokens:
+            events.append(("crop", draw(st.integers(1, tokens))))
+            tokens -= events[-1][1]
+        elif kind == "reorder" and tokens:
+            rows = draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=3))
+            events.append(("reorder", rows))
+            batch = len(rows)
+        elif kind == "repeat" and tokens and batch < 4:
+            events.append(("repeat", 2))
+            batch *= 2
+        else:
+            events.append(("forward", draw(st.integers(1, 4))))
+            tokens += events[-1][1]
+    return [*events, ("forward", 2)]
+
+
+@cache
+def model_of(name: str):
+    return thinking(name, exit_threshold=0.3)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+@given(history=histories(), seed=st.integers(0, 9))
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_any_history_of_a_cache_ends_where_one_forward_does(name, history, seed):
+    """Flat rows beside deep ones, rows that leave, tokens that come back."""
+    model, past, ids = model_of(name), DynamicCache(), torch.empty(2, 0, dtype=torch.long)
+    for i, (kind, what) in enumerate(history):
+        if kind == "crop":
+            past.crop(-what)
+            ids = ids[:, :-what]
+        elif kind == "reorder":
+            past.reorder_cache(torch.tensor(what))
+            ids = ids[what]
+        elif kind == "repeat":
+            past.batch_repeat_interleave(what)
+            ids = ids.repeat_interleave(what, dim=0)
+        else:
+            new = random_ids(len(ids), what, seed=10 * seed + i)
+            ids = torch.cat([ids, new], dim=1)
+            with torch.no_grad():
+                outputs, whole = model(new, cache=past), model(ids, use_cache=False)
+            close(outputs.logits, whole.logits[:, -what:])
+            assert torch.equal(outputs.latents.lengths, whole.latents.lengths[:, -what:])
+            assert past.layers[-1].latent_steps.tolist() == whole.latents.lengths.sum(-1).tolist()

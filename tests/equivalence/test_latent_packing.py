@@ -182,6 +182,24 @@ def test_a_padded_row_equals_the_row_alone_at_every_step(name, side):
             assert_same_steps([s for s, real in zip(found[i], mask[i]) if real], alone, tolerance)
 
 
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox"])
+@torch.no_grad()
+def test_pads_in_the_middle(name):
+    """A document goes on behind them where its positions say so, in one forward or over a cache."""
+    model, row = thinking(name), random_ids(1, 7)
+    ids = torch.cat([row[:, :3], torch.full((1, 2), PAD), row[:, 3:]], dim=1)
+    mask, positions = torch.tensor([[1] * 3 + [0] * 2 + [1] * 4]), torch.tensor([[0, 1, 2, 2, 2, 3, 4, 5, 6]])
+    expected = model(row, use_cache=False)
+    outputs = model(ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    close(outputs.logits[mask > 0], expected.logits[0])
+    assert outputs.latents.lengths[mask > 0].tolist() == expected.latents.lengths[0].tolist()
+    past, logits = DynamicCache(), []
+    for part in (slice(0, 4), slice(4, 6), slice(6, 9)):
+        options = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part]}
+        logits.append(model(ids[:, part], cache=past, **options).logits)
+    close(torch.cat(logits, dim=1)[mask > 0], expected.logits[0])
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("use_cache", [False, True])
 @torch.no_grad()
