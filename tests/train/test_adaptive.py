@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from unspoken import cli
+from unspoken.analysis.flops import run_flops
 from unspoken.errors import UsageError
 from unspoken.train.build import build_model, open_data
 from unspoken.train.loop import TrainingLoop
@@ -42,7 +43,22 @@ def test_a_run_logs_how_deep_its_tokens_go(adaptive):
     assert all(0 <= row["latent_length"] <= 2 and row["adaptive_loss"] >= 0 for row in logged)
     assert all(row["loss"] == pytest.approx(row["loss_pass_1"] + row["adaptive_loss"], rel=1e-5) for row in logged)
     steps = sum(row["latent_length"] for row in logged) * loop.recipe.step_tokens
-    assert loop.progress.pass_tokens == pytest.approx(loop.progress.tokens + steps)
+    progress = loop.progress
+    assert progress.pass_tokens == progress.tokens + progress.latent_steps
+    assert progress.latent_steps == pytest.approx(steps) and 0 < progress.latent_targets < progress.latent_steps
+
+
+def test_what_its_steps_cost_is_counted(adaptive):
+    """Every token takes both steps: step k reads k entries of each token up to its own."""
+    adaptive["train"] |= {"no_cut_fraction": 1.0, "eval_every": 0}
+    adaptive["model"] |= {"router_bias": -6.0}
+    loop = _loop(adaptive)
+    assert loop.run()
+    progress, length = loop.progress, loop.recipe.data.sequence_length
+    assert progress.latent_steps == progress.gates == 2 * progress.tokens
+    assert progress.latent_targets == 2 * progress.target_tokens
+    keys = (1 + 2 + 3) * length * (length + 1) // 2 * loop.model.config.num_hidden_layers
+    assert progress.attention_keys == keys * progress.tokens // length
 
 
 def test_a_router_that_lets_go_makes_the_steps_cheaper(adaptive):
@@ -85,6 +101,7 @@ def test_a_run_from_recipe_to_model_and_its_resumption(adaptive, tmp_path, metho
         for file in (tmp_path / "whole" / "checkpoints" / checkpoint).iterdir():
             file.unlink()
         (tmp_path / "whole" / "checkpoints" / checkpoint).rmdir()
+    counted = run_flops(tmp_path / "whole").counted
     (tmp_path / "whole" / "summary.json").unlink()
     assert cli.main([*whole, "--resume"]) == 0
     times = {"tokens_per_second", "tokens_per_cpu_second", "wall_seconds", "cpu_seconds"}
@@ -92,6 +109,7 @@ def test_a_run_from_recipe_to_model_and_its_resumption(adaptive, tmp_path, metho
     assert [{k: v for k, v in row.items() if k not in times} for row in again] == [
         {k: v for k, v in row.items() if k not in times} for row in rows
     ]
+    assert run_flops(tmp_path / "whole").counted == counted > 0
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def _gradients(recipe: Recipe, micro_batch_rows: int, k: int, checkpointing: boo
     batch = data.train.global_batch(0, 8)
     batch["labels"][1, 3:] = -100  # rows of unequal numbers of targets
     batch["labels"][5] = -100
-    loss, pass_losses, num_targets, _ = forward_backward(engine, batch, micro_batch_rows, k, contextlib.nullcontext())
+    loss, pass_losses, num_targets, *_ = forward_backward(engine, batch, micro_batch_rows, k, contextlib.nullcontext())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss, pass_losses, num_targets, gradients
 

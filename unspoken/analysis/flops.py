@@ -10,6 +10,10 @@ Conventions (the ones under which torch's `FlopCounterMode` agrees, see tests/an
   run, and as `FlopCounterMode` does.
 - The adapter runs in every pass but the first of a forward without a cache; in decoding once a token.
 - The head runs once for each target of each pass whose loss is taken.
+- Latent steps: every run of every token counts, with its gate; a query counts the keys of the runs that it may see
+  (`latent/counts.py`). In training the penalty's p_target is one more product of the head, forward alone, for each
+  step that it prices; a loss of each step's own is one more head. `is_dense` fills each run's rows up to its longest
+  and counts all keys of all runs so far, as is computed today.
 - Backward is twice forward, so training is 3 times forward; with gradient checkpointing the layers run once more: 4
   (torch stops that run before a layer's last product, 5 % of it, which is not looked at).
 - Detaching between passes, or a weight of zero for a pass's loss, saves part of a backward and is not looked at.
@@ -24,17 +28,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.cache_utils import DynamicCache
 
-from unspoken.config import LatentConfig
+from unspoken.config import AdaptiveLatentConfig, LatentConfig
 from unspoken.errors import UnspokenError
-from unspoken.models.backbone import family_of
+from unspoken.latent.counts import COUNTS, num_gates, step_counts
+from unspoken.models.backbone import attention_windows, family_of
 from unspoken.models.convert import METHODS
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.train.build import compute_parameters
@@ -61,10 +65,24 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LatentFlops:
+    """What latent steps add: `gate`, the FLOPs of one, of which the deepest token meets `num_gates`.
+
+    `prices`: whose p_target training asks for, steps taken or gates asked; `has_step_loss`: each step has a loss.
+    """
+
+    gate: int
+    num_gates: int
+    prices: Literal["steps", "gates"] | None
+    has_step_loss: bool
+
+
+@dataclass(frozen=True)
 class ModelFlops:
     """Forward FLOPs of a model's parts: `layers`, `adapter` and `head` are of one token, `attention` is by layer.
 
-    `adapter` is 0 for a plain model. `compute_parameters` is the N of 6 N D.
+    `adapter` is 0 for a plain model, `latent` None for one without latent steps, and `compute_parameters` the N of
+    6 N D.
     """
 
     layers: int
@@ -72,6 +90,7 @@ class ModelFlops:
     adapter: int
     head: int
     compute_parameters: int
+    latent: LatentFlops | None = None
 
     def passes(self, num_tokens: int, num_passes: int = 1, is_dense: bool = False) -> int:
         """A forward of so many parallel passes over one sequence, without the head."""
@@ -96,9 +115,59 @@ class ModelFlops:
         """Passes over a prompt, and the head at its last token."""
         return self.passes(num_tokens, num_passes) + self.head
 
-    def decode(self, num_keys: int) -> int:
-        """One token of the recurrence, which has so many keys up to itself: one run, whatever the training passes."""
-        return self.layers + sum(layer.at(num_keys) for layer in self.attention) + self.adapter + self.head
+    def decode(self, num_keys: int, latent_length: float = 0.0) -> int:
+        """One token of the recurrence, so many tokens with itself: one run, whatever the training passes.
+
+        latent_length: latent steps of every token; a mean that is no whole number estimates what `decode_steps` counts.
+        """
+        attention = sum(layer.at(num_keys) for layer in self.attention)
+        total, entries = float(self.adapter + self.head), 0.0
+        for step in range(math.ceil(latent_length) + 1):
+            share = min(1.0, 1.0 + latent_length - step)  # of tokens that run once more
+            entries += share
+            total += share * (self.layers + attention * entries)
+            total += share * self._gates(1) * (self.latent is not None and step < self.latent.num_gates)
+        return round(total)
+
+    def steps(self, lengths: Tensor, is_dense: bool = False, keeps_rows: bool = False) -> int:
+        """A pass, without the head, over rows of tokens that take so many latent steps, [B, T].
+
+        is_dense: as it is computed, see above. keeps_rows: with gradients, rows whose tokens have all exited stay.
+        """
+        if is_dense:
+            return self._as_run(lengths, keeps_rows)
+        counts = self._counts(lengths)
+        tokens = lengths.numel() + counts["latent_steps"]
+        return self.layers * tokens + self.keys(counts["attention_keys"]) + self._gates(counts["gates"])
+
+    def decode_steps(self, lengths: Tensor) -> int:
+        """One more token of each row, the last of those that took so many latent steps, [B, T]."""
+        new = self.steps(lengths) - self.steps(lengths[:, :-1])
+        return new + len(lengths) * (self.adapter + self.head)
+
+    def keys(self, number: int) -> int:
+        """Attention to so many keys, summed over layers, which are equally wide."""
+        return self.attention[0].flops_per_key * number
+
+    def _gates(self, number: int) -> int:
+        return self.latent.gate * number if self.latent else 0
+
+    def _counts(self, lengths: Tensor) -> dict[str, int]:
+        windows = [layer.window for layer in self.attention]
+        gates = self.latent.num_gates if self.latent else 0
+        return dict(zip(COUNTS, step_counts(lengths, windows, gates).tolist(), strict=True))
+
+    def _as_run(self, lengths: Tensor, keeps_rows: bool) -> int:
+        total, num_keys = 0, 0
+        for step in range(1, int(lengths.max()) + 2):
+            active = (lengths >= step - 1).sum(-1)
+            num_rows = len(active) if keeps_rows else int((active > 0).sum())
+            num_queries = num_rows * int(active.max())
+            num_keys += int(active.max())
+            total += num_queries * self.layers + self.keys(num_queries * num_keys * len(self.attention))
+            if self.latent and step <= self.latent.num_gates:
+                total += self._gates(num_queries)
+        return total
 
 
 @dataclass(frozen=True)
@@ -107,7 +176,7 @@ class RunFlops:
 
     counted: float
     six_nd: float
-    decode_per_token: int  # in the middle of a training sequence
+    decode_per_token: int  # in the middle of a training sequence, at the trained model's mean latent length
 
 
 def model_flops(model: LatentForCausalLM | LatentConfig) -> ModelFlops:
@@ -127,18 +196,30 @@ def model_flops(model: LatentForCausalLM | LatentConfig) -> ModelFlops:
         adapter=0 if adapter is None else 2 * sum(math.prod(m) for part in adapter.modules() for m in _matrices(part)),
         head=2 * model.lm_head.weight.numel(),
         compute_parameters=compute_parameters(model),
+        latent=_latent(model) if isinstance(model.config, AdaptiveLatentConfig) else None,
     )
 
 
 def training_flops(
     flops: ModelFlops, summary: Mapping[str, Any], sequence_length: int, has_checkpointing: bool
 ) -> float:
-    """Training FLOPs of a run with these counts (`tokens`, `pass_tokens`, `target_tokens`) in summary.json."""
-    tokens, pass_tokens = summary["tokens"], summary["pass_tokens"]
-    target_passes = summary.get("target_tokens", tokens) * pass_tokens / max(1, tokens)
-    layers = flops.passes(sequence_length) / sequence_length * pass_tokens
-    others = flops.adapter * (pass_tokens - tokens) + flops.head * target_passes
-    return (FORWARD_AND_BACKWARD + RECOMPUTED * has_checkpointing) * layers + FORWARD_AND_BACKWARD * others
+    """Training FLOPs of a run with these counts in summary.json: `tokens`, `pass_tokens`, `target_tokens`, and for a
+    model with latent steps `COUNTS`."""
+    tokens, pass_tokens, latent = summary["tokens"], summary["pass_tokens"], flops.latent
+    targets = summary.get("target_tokens", tokens) / max(1, tokens)
+    parallel_tokens = pass_tokens - (summary["latent_steps"] if latent else 0)  # over all passes
+    heads = targets * parallel_tokens
+    others, forward_only = flops.adapter * (parallel_tokens - tokens), 0.0
+    if latent is None:
+        layers = flops.passes(sequence_length) / sequence_length * pass_tokens
+    else:
+        layers = flops.layers * pass_tokens + flops.keys(summary["attention_keys"])
+        others += latent.gate * summary["gates"]
+        priced = {None: 0, "steps": summary["latent_targets"], "gates": summary["gates"] * targets}
+        forward_only = flops.head * priced[latent.prices]
+        heads += (heads + summary["latent_targets"]) * latent.has_step_loss
+    times = FORWARD_AND_BACKWARD + RECOMPUTED * has_checkpointing
+    return times * layers + FORWARD_AND_BACKWARD * (others + flops.head * heads) + forward_only
 
 
 def run_flops(folder: Path) -> RunFlops:
@@ -157,12 +238,27 @@ def run_flops(folder: Path) -> RunFlops:
         six_nd = 6.0 * flops.compute_parameters * summary["pass_tokens"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UnspokenError(f"{folder}: its FLOPs cannot be counted: {type(error).__name__}: {error}") from error
-    return RunFlops(counted, six_nd, flops.decode(length // 2))
+    return RunFlops(counted, six_nd, flops.decode(length // 2, _latent_length(summary)))
+
+
+def _latent_length(summary: Mapping[str, Any]) -> float:
+    """Of the trained model, where it was evaluated at the end, or else of all its training."""
+    steps = summary.get("latent_steps", 0)
+    last = (summary.get("final") or {}).get("eval") or {}
+    return last.get("latent_length", steps / max(1, summary["pass_tokens"] - steps))
+
+
+def _latent(model: Any) -> LatentFlops:
+    config, gates = model.config, model.model.router.gates
+    gate = sum(2 * math.prod(shape) for part in gates[0].modules() for shape in _matrices(part)) if len(gates) else 0
+    prices: Literal["steps", "gates"] = "gates" if config.penalize_cuts else "steps"
+    has_prices = num_gates(config) > 0 and config.adaptive_loss_weight > 0
+    return LatentFlops(gate, num_gates(config), prices if has_prices else None, config.step_loss_weight > 0)
 
 
 def _model_class(config: LatentConfig) -> type[LatentForCausalLM]:
     for model_class in METHODS.values():
-        if isinstance(config, model_class.config_class):
+        if type(config) is model_class.config_class:  # one may derive from another
             return model_class
     raise UnspokenError(f"no latent model has a {type(config).__name__}")
 
@@ -186,6 +282,4 @@ def _attention(text_config: Any) -> tuple[Attention, ...]:
     """Scores and values: 4 x heads x head size for a query and a key. Windows are those of the family's cache."""
     heads = text_config.num_attention_heads
     head_size = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    layers: list[Any] = DynamicCache(config=text_config).layers
-    windows = [layer.sliding_window if layer.is_sliding else None for layer in layers]
-    return tuple(Attention(4 * heads * head_size, window) for window in windows)
+    return tuple(Attention(4 * heads * head_size, window) for window in attention_windows(text_config))

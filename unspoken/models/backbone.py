@@ -6,10 +6,12 @@ tests, not before.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from unspoken.errors import UnsupportedBackboneError, nearest
 
@@ -100,6 +102,12 @@ def logit_transform(text_config: PreTrainedConfig) -> LogitTransform:
 def input_multiplier(text_config: PreTrainedConfig) -> float:
     """By how much the body itself multiplies its `inputs_embeds` (Granite), 1 for the others."""
     return _value(text_config, family_of(text_config).multiplies_inputs_by) or 1.0
+
+
+def attention_windows(text_config: PreTrainedConfig) -> list[int | None]:
+    """How many tokens each layer's attention sees, None for all: those of the family's cache."""
+    layers: list[Any] = DynamicCache(config=text_config).layers
+    return [layer.sliding_window if layer.is_sliding else None for layer in layers]
 
 
 def embedding_name(backbone: PreTrainedModel) -> str:

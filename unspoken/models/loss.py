@@ -107,6 +107,7 @@ def target_probabilities(hidden: Tensor, head: nn.Module, targets: Tensor, trans
     Some tokens' logits at a time are made, and dropped.
     """
     found = []
+    hidden = hidden.detach()  # a whole slice keeps requires_grad even here, and torch's FLOP counter trips over it
     for part in _slices(len(hidden), max(1, CHUNK_LOGITS // getattr(head, "out_features", 2**16))):
         logits = transform(head(hidden[part]))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

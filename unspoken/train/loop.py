@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from unspoken.errors import UnspokenError
+from unspoken.latent.counts import COUNTS, num_gates, step_counts
+from unspoken.models.backbone import attention_windows
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.loss import IGNORE_INDEX, shift_labels
 from unspoken.train.build import Data, max_passes, num_passes
@@ -40,7 +42,7 @@ SWAMPED_AT = 3.0  # adapter to embedding: 0.2 in runs that win, 15 falling to 5 
 @dataclass
 class Progress:
     """What has been done so far, over all resumes. `pass_tokens` counts a token once for each pass over it and once
-    for each of its latent steps.
+    for each of its latent steps. From `latent_steps` on: see `latent/counts.py`, 0 for a model without them.
 
     CPU seconds are this process's own here, and those of all processes in rows and records.
     """
@@ -49,6 +51,10 @@ class Progress:
     tokens: int = 0
     target_tokens: int = 0
     pass_tokens: int = 0
+    latent_steps: int = 0
+    latent_targets: int = 0
+    gates: int = 0
+    attention_keys: int = 0
     train_seconds: float = 0.0
     train_cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
@@ -62,12 +68,14 @@ class Progress:
 
 class StepSums(NamedTuple):
     """What one optimizer step's batch gave: this process's part of the loss and of each pass's loss [k], detached; the
-    number of targets of all processes; latent lengths and the like by name, each a sum and what it is a mean over."""
+    number of targets of all processes; latent lengths and the like by name, each a sum and what it is a mean over; and
+    this process's `COUNTS` (None: no latent steps)."""
 
     loss: Tensor
     pass_losses: Tensor
     num_targets: int
     latents: dict[str, tuple[Tensor, Tensor]]
+    counts: Tensor | None
 
 
 def forward_backward(
@@ -90,6 +98,7 @@ def forward_backward(
     loss: Tensor = torch.zeros((), device=device)
     pass_losses = torch.zeros(k, device=device)
     latents: dict[str, tuple[Tensor, Tensor]] = {}
+    counts: Tensor | None = None
     num_rows = len(batch["labels"])
     if engine.segmented:
         options["segmented"] = True
@@ -104,11 +113,13 @@ def forward_backward(
         loss += output.loss.detach()
         pass_losses += output.pass_losses
         for steps in output.pass_latents or ():
+            found = _step_counts(engine.model.config, steps.lengths, part["labels"])
+            counts = found if counts is None else counts + found
             for name, (total, count) in steps.sums(num_targets).items():
                 before = latents.get(name, (0.0, 0.0))
                 latents[name] = before[0] + total, before[1] + count
     engine.settle()
-    return StepSums(loss, pass_losses, num_targets, latents)
+    return StepSums(loss, pass_losses, num_targets, latents, counts)
 
 
 class TrainingLoop:
@@ -188,7 +199,7 @@ class TrainingLoop:
         self_test = SelfTest(self.engine, train) if step == self._begin.step else None
         options = {"exit_threshold": 0.0} if is_uncut(step, self.recipe.num_steps, train.no_cut_fraction) else {}
         sums = forward_backward(self.engine, batch, self.rows_at_once, k, self._autocast(), **options)
-        loss, pass_losses, num_targets, latents = sums
+        loss, pass_losses, num_targets, latents, counts = sums
         if self_test is not None:
             self_test.check(k, len(batch["labels"]) // self.rows_at_once)
         parameters = list(self.engine.parameters.values())
@@ -203,7 +214,7 @@ class TrainingLoop:
         means = zip(self.losses.names, [loss, *pass_losses], strict=False)
         self.losses.add({name: (mean * num_targets, num_targets) for name, mean in means})
         self.latents.add(latents)
-        self._count(num_targets, k, latents, clock)
+        self._count(num_targets, k, counts, clock)
         step += 1
         if step % train.log_every and step != self.recipe.num_steps:
             return None
@@ -218,10 +229,13 @@ class TrainingLoop:
         enabled = self.recipe.train.autocast == "bfloat16"
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def _count(self, num_targets: int, k: int, latents: dict[str, tuple[Tensor, Tensor]], clock: "_Clock") -> None:
+    def _count(self, num_targets: int, k: int, counts: Tensor | None, clock: "_Clock") -> None:
         progress, tokens = self.progress, self.recipe.step_tokens
-        if "latent_length" in latents:
-            progress.pass_tokens += int(self.ranks.sum([float(latents["latent_length"][0])])[0])
+        if counts is not None:
+            before = progress.latent_steps
+            for name, count in zip(COUNTS, self.ranks.sum([float(count) for count in counts]), strict=True):
+                setattr(progress, name, getattr(progress, name) + int(count))
+            progress.pass_tokens += progress.latent_steps - before
         progress.step += 1
         progress.tokens += tokens
         progress.target_tokens += num_targets
@@ -343,6 +357,12 @@ class TrainingLoop:
         finally:
             for number in signals:
                 signal.signal(number, before[number])
+
+
+def _step_counts(config: Any, lengths: Tensor, labels: Tensor) -> Tensor:
+    """The `COUNTS` of a pass over some rows."""
+    has_target = shift_labels(labels) != IGNORE_INDEX
+    return step_counts(lengths, attention_windows(config.text_config), num_gates(config), has_target)
 
 
 def model_tensors(model: LatentForCausalLM) -> dict[str, Tensor]:
