@@ -127,3 +127,16 @@ def test_decoding_without_latent_steps_is_the_plain_model_s(name):
                 close(a, b, 1e-5)
             else:
                 assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+@torch.no_grad()
+def test_a_deep_cache_is_a_plain_one_to_who_takes_no_step(name):
+    """Step 1 reads step 1 alone, whatever lies deeper: thinking over a prompt leaves a later plain turn as it was."""
+    model, ids = thinking(name), random_ids(2, 11)
+    plain = model(ids, max_latent_steps=0, use_cache=False).logits
+    outputs = model(ids[:, :7], use_cache=True)
+    assert outputs.latents.lengths.any()
+    first = model(ids[:, 7:10], cache=outputs.cache, max_latent_steps=0)
+    second = model(ids[:, 10:], cache=outputs.cache, exit_at_step=1)
+    close(torch.cat([first.logits, second.logits], dim=1), plain[:, 7:])

@@ -14,6 +14,8 @@ from tests.oracle import close, embed, grid_body
 from unspoken import AdaptiveLatentForCausalLM
 from unspoken.latent import reference
 from unspoken.models import adaptive
+from unspoken.models import loss as loss_module
+from unspoken.models.loss import shift_labels
 
 KINDS = ["linear", "mlp", "multi_linear", "multi_mlp"]
 FORMS = ["A", "B", "C", "D"]
@@ -263,6 +265,23 @@ def test_training_mode_changes_no_number(name):
     close(evaluating.logits, training.logits)
     assert torch.equal(evaluating.latents.lengths, training.latents.lengths)
     close(evaluating.latents.penalty, training.latents.penalty)
+
+
+def test_logits_of_a_few_who_go_on_at_a_time(monkeypatch):
+    """p_target is asked of tokens that go on and have a target, without a gradient, some of them at once; the logits
+    of two steps never lie side by side."""
+    model, batch, asked = thinking("llama", **(LOUD | {"step_loss_weight": 0.0})).train(), batch_of_rows((9, 9, 5)), []
+    expected = model(**batch).loss
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 4 * 64)
+    model.lm_head.register_forward_pre_hook(lambda _, args: asked.append((len(args[0]), torch.is_grad_enabled())))
+    outputs = model(**batch)
+    targets = shift_labels(batch["labels"]).flatten()
+    going = [int((step.goes_on & (targets[step.token] != -100)).sum()) for step in outputs.latents.steps]
+    assert sum(count for count, _ in asked) == sum(going) > 20
+    assert max(count for count, _ in asked) <= 4
+    assert not any(with_gradient for _, with_gradient in asked)
+    assert outputs.logits is None
+    close(outputs.loss, expected, 1e-12)
 
 
 def test_targets_that_are_none_have_no_price():
