@@ -7,10 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 import unspoken
+from tests.families import ALL, plain_model, randomise
 from unspoken.cli import main
 from unspoken.config import RecyclerConfig, VanillaConfig, scaled_init
 from unspoken.errors import UnspokenError, UnsupportedBackboneError, UsageError
+from unspoken.models import adaptive
 from unspoken.models.convert import convert, export_backbone, save
+from unspoken.models.drift import drift
 from unspoken.models.load import load_model, load_source
 
 IDS = torch.tensor([[5, 9, 2, 31, 7, 11, 3], [1, 1, 60, 22, 8, 4, 17]])
@@ -197,3 +200,137 @@ def test_the_working_directory_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="is the working directory"):
         check_place(tmp_path, overwrite=True)
+
+
+ADAPTIVE = ["adaptive", "adaptive_recycler"]
+
+
+@pytest.mark.parametrize("method", ADAPTIVE)
+@pytest.mark.parametrize("tied", [True, False])
+def test_latent_steps_begin_next_to_the_source(tmp_path, tied, method):
+    """Bit for bit without them; with them one step a token, which weighs sigmoid(-4); and back."""
+    source = tiny_llama(tied)
+    expected = source(IDS).logits
+    source.save_pretrained(tmp_path / "source")
+    save(convert(tmp_path / "source", method), None, tmp_path / "latent")
+    latent, _ = load_model(tmp_path / "latent")
+    assert torch.equal(latent(IDS, max_latent_steps=0).logits, expected)
+    outputs = latent(IDS)
+    assert outputs.latents.lengths.unique().tolist() == [1]
+    assert (outputs.logits - expected).abs().max() > 1e-3
+    gate = torch.sigmoid(torch.tensor(-4.0))
+    second = latent(IDS, exit_at_step=2).logits
+    torch.testing.assert_close(outputs.logits, expected + gate * (second - expected), rtol=0, atol=1e-5)
+    assert torch.equal(export_backbone(latent)(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("method", ADAPTIVE)
+def test_a_new_router_learns_from_its_first_step(method):
+    model = convert(tiny_llama(), method).train()
+    weight = model.model.router.gates[0].weight
+    assert not weight.any()
+    model(IDS, labels=IDS).loss.backward()
+    assert weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ALL)
+def test_the_drift_of_every_family_is_bounded(name, dtype):
+    """Granite multiplies its inputs, Gemma caps its logits, experts choose anew at each step."""
+    for bias in (-4.0, 1.0):
+        source = plain_model(name, dtype)
+        expected = source(IDS[:1], use_cache=False).logits
+        model = convert(source, "adaptive", router_bias=bias)
+        assert torch.equal(model(IDS[:1], use_cache=False, max_latent_steps=0).logits, expected)
+        found = drift(model, IDS[:1], expected)
+        assert found.holds and 0 < found.measured < found.bound * 1.2
+        assert found.latent_length == (1 if bias == -4.0 else 3)
+
+
+def test_a_drift_beyond_its_bound_is_seen(monkeypatch):
+    """The states of another token mixed in, and a weight too many."""
+    source = plain_model("llama", torch.float32)
+    expected = source(IDS[:1]).logits
+    model = convert(source, "adaptive")
+    assert drift(model, IDS[:1], expected).holds
+    assert not drift(model, IDS[:1], expected.roll(1, dims=1)).holds
+    add = adaptive._Mixture.add
+    monkeypatch.setattr(
+        adaptive._Mixture,
+        "add",
+        lambda self, hidden, weight, *rest, **more: add(self, hidden, 1.1 * weight, *rest, **more),
+    )
+    assert not drift(model, IDS[:1], expected).holds
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"router_bias": -5.0}, r"every gate 0\.0067, below exit_threshold 0\.01: no token .* above -4\.6"),
+        ({"exit_threshold": 0.1}, r"router_bias -4\.0 .* above -2\.2"),
+        ({"exit_threshold": 1.0}, r"below exit_threshold 1\.0"),
+        ({"router_biass": 1.0}, r"did you mean 'router_bias'"),
+    ],
+)
+def test_a_router_that_could_not_learn_is_refused(fields, message):
+    with pytest.raises(UsageError, match=message):
+        convert(tiny_llama(), "adaptive", **fields)
+
+
+def test_what_needs_no_open_router_is_not_refused():
+    for fields in ({"max_latent_steps": 0}, {"exit_at_step": 2}, {"router": "none"}, {"exit_threshold": 0.0}):
+        convert(tiny_llama(), "adaptive", router_bias=-9.0, **fields)
+
+
+def test_adapter_and_router_go_on_in_a_model_of_both():
+    """A trained Recycler gets latent steps, and its adapter stays; a trained router gets an adapter."""
+    recycler = randomise(convert(tiny_llama(), "recycler", num_train_passes=3))
+    adapter, expected = recycler.model.adapter, recycler(IDS).logits
+    both = convert(recycler, "adaptive_recycler")
+    assert both.model.adapter is adapter and both.config.num_train_passes == 3 and both.config.router_bias == -4
+    assert torch.equal(both(IDS, max_latent_steps=0).logits, expected)
+
+    thinking = randomise(convert(tiny_llama(), "adaptive", max_latent_steps=2))
+    expected = thinking(IDS).logits
+    both = convert(thinking, "adaptive_recycler")
+    assert torch.equal(both(IDS).logits, expected)
+    assert convert(both, "recycler").model.adapter is both.model.adapter, "it was `a recycler model already`"
+    with pytest.raises(UsageError, match="has one already"):
+        convert(thinking, "adaptive_recycler", router_bias=1.0)
+
+
+@pytest.mark.parametrize("method", ADAPTIVE)
+def test_command_line_with_latent_steps(tmp_path, capsys, method, monkeypatch):
+    source, out = tmp_path / "source", tmp_path / "out"
+    unspoken.VanillaForCausalLM(VanillaConfig(text_config=tiny_llama().config, embedding_scale=3.0)).save_pretrained(
+        source
+    )
+    options = ("--model", str(source), "--method", method)
+    assert (
+        run(*options, "--out", str(out), "--max-latent-steps", "2", "--router-bias", "-3", "--exit-threshold", "0.02")
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "without latent steps, logits equal the source's bit for bit" in printed
+    assert "with them (1.00 a token), logits differ by at most" in printed and "at a weight of 0.0474" in printed
+    config = json.loads((out / "config.json").read_text())
+    assert (config["max_latent_steps"], config["router_bias"], config["exit_threshold"]) == (2, -3, 0.02)
+    assert config["embedding_scale"] == 3.0
+    assert run("--model", str(out), "--out", str(tmp_path / "plain"), "--export-backbone") == 0
+
+    for more, message in [
+        (("--router-bias", "-6"), "no token would take a latent step"),
+        (("--exit-threshold", "1.5"), "exit_threshold must be a probability"),
+        (("--max-latent-steps", "-1"), "max_latent_steps must be a whole number"),
+        (
+            ("--method", "recycler", "--router-bias", "1"),
+            "--router-bias is for --method adaptive and adaptive_recycler",
+        ),
+        (("--method", "adaptive", "--num-train-passes", "2"), "is for --method recycler and adaptive_recycler"),
+    ]:
+        assert run(*options, "--out", str(tmp_path / "none"), *more) == 2, more
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(adaptive._Mixture, "state", lambda self: self.total.view(*self.shape[:2], -1) * 1.05)
+    assert run(*options, "--out", str(tmp_path / "none")) == 1
+    assert "latent steps change its logits by more than they may" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()

@@ -2,6 +2,8 @@
 
 import argparse
 import copy
+import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from unspoken.config import LatentConfig
 from unspoken.data.cache import check_folder, whole_folder
 from unspoken.errors import UnspokenError, UsageError, nearest
-from unspoken.models.adaptive import AdaptiveLatentForCausalLM
+from unspoken.models.adaptive import AdaptiveHead, AdaptiveLatentForCausalLM
 from unspoken.models.adaptive_recycler import AdaptiveRecyclerForCausalLM
 from unspoken.models.backbone import family_of
+from unspoken.models.drift import drift
+from unspoken.models.knobs import option, takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import forget_file, load_source
 from unspoken.models.recycler import RecyclerForCausalLM
@@ -29,17 +33,23 @@ METHODS: dict[str, type[LatentForCausalLM]] = {
     "adaptive_recycler": AdaptiveRecyclerForCausalLM,
     "vanilla": VanillaForCausalLM,
 }
+FIELDS = ("num_train_passes", "num_prefill_passes", "router_bias", "exit_threshold", "max_latent_steps")  # options
+ROUTER_BIAS = -4.0  # a gate of 0.018, a little above the cut: each token takes one latent step, which weighs that much
+CARRIED = {"adapter": "adapter_norm", "router": "router"}  # what both may have, and the field that says its kind
 
 
 def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **config_fields: Any) -> LatentForCausalLM:
-    """Make a pretrained model a latent one that computes, for now, exactly the same logits.
+    """Make a pretrained model a latent one that computes, for now, the same logits.
+
+    With latent steps it computes exactly the same where a call has `max_latent_steps=0`; as it is, its router is blind
+    and nearly closed (`ROUTER_BIAS`), and its logits are as near as `models/drift.py` says.
 
     model: a loaded causal LM, or what `load_source` reads; its body and head move into the result, which may not be
-    used beside it. A latent model (a plain one trained here, say) may be given too: its body goes on. config_fields:
-    fields of the method's configuration (`num_train_passes`, ...).
+    used beside it. A latent model (a plain one trained here, say) may be given too: its body goes on, and what else
+    both have. config_fields: fields of the method's configuration (`num_train_passes`, ...).
 
     Raises:
-        UsageError: unknown method, or the model has that method already.
+        UsageError: unknown method, the model has that method already, or no token would ever take a latent step.
         UnsupportedBackboneError: the model's family is not supported.
     """
     if method not in METHODS:
@@ -49,19 +59,25 @@ def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **con
     if not isinstance(model, PreTrainedModel | str | Path):
         raise UsageError(f"convert() takes a causal LM or where to find one, not a {type(model).__name__}")
     source = model if isinstance(model, PreTrainedModel) else load_source(model)[0]
-    if isinstance(source, latent_class):
+    if type(source) is latent_class:
         raise UsageError(f"the model is a {method} model already")
+    if takes_latent_steps(source) and "router_bias" in config_fields:
+        raise UsageError("router_bias is for a new router; the model has one already")
     if isinstance(source, LatentForCausalLM):
         body, text_config = source.model.backbone, source.config.text_config
-        config_fields.setdefault("embedding_scale", source.config.embedding_scale)
+        shared = _fields(latent_class) & _fields(type(source))
+        config_fields = {**{name: getattr(source.config, name) for name in shared}, **config_fields}
     else:
         body, text_config = source.base_model, source.config
     family_of(text_config)
     head = source.get_output_embeddings()
     if head is None:
         raise UsageError(f"{type(source).__name__} has no language-model head; load it with AutoModelForCausalLM")
-    forget_file(text_config)  # in place: the body reads the same object
+    if issubclass(latent_class, AdaptiveHead):
+        config_fields.setdefault("router_bias", ROUTER_BIAS)
     config = latent_class.config_class(text_config=text_config, dtype=source.dtype, **config_fields)
+    _refuse_closed_router(config)
+    forget_file(text_config)  # in place: the body reads the same object
     text_config.tie_word_embeddings = config.tie_word_embeddings
     config.text_config = text_config  # the body's own object, not the copy that a new configuration makes
     _agree_on_tying(config, body.get_input_embeddings(), head)
@@ -70,12 +86,14 @@ def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **con
     latent.model.backbone = body
     latent.lm_head = head
     _materialise(latent, like=head.weight)
+    if isinstance(source, LatentForCausalLM):
+        _carry_over(source, latent)
     latent.generation_config = source.generation_config
     return latent.train(source.training)
 
 
 def export_backbone(latent: LatentForCausalLM) -> PreTrainedModel:
-    """The plain transformers model inside a latent one: what the latent model computes without recycling.
+    """The plain transformers model inside a latent one: what it computes without recycling and latent steps.
 
     Weights are shared with the latent model, unless it has an `embedding_scale`: that is multiplied into a copy's
     embedding, which then no longer equals the head, so a tied model comes out untied.
@@ -103,30 +121,54 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--out: {out} is where --model {given} is, which would be lost; give another folder")
     check_place(out, args.overwrite)
     source, tokenizer = load_source(args.model, args.dtype)
+    findings: list[str] = []
     if args.export_backbone:
         if not isinstance(source, LatentForCausalLM):
             raise UsageError(f"--export-backbone: {args.model} is a plain {source.config.model_type} model already")
         model: PreTrainedModel = export_backbone(source)
         kind = f"plain {model.config.model_type} model"
     else:
-        fields = {name: getattr(args, name) for name in ("num_train_passes", "num_prefill_passes")}
-        fields = {name: value for name, value in fields.items() if value is not None}
-        if args.method != "recycler" and fields:
-            raise UsageError(f"--{min(fields).replace('_', '-')} is for --method recycler")
-        expected = _probe(source)
-        try:
-            model = convert(source, args.method, **fields)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        model, findings = _converted(source, args)
         kind = f"{args.method} model"
-        if not torch.equal(_probe(model), expected):
-            raise UnspokenError("the converted model's logits differ from the source's; nothing was written")
     save(model, tokenizer, out, overwrite=args.overwrite)
     size = sum(p.numel() for p in model.parameters())
     print(f"{out}: {kind}, {size:,} parameters, {str(model.dtype).removeprefix('torch.')}")
-    if not args.export_backbone:
-        print("logits equal the source's bit for bit")
+    for finding in findings:
+        print(finding)
     return 0
+
+
+def _converted(source: PreTrainedModel, args: argparse.Namespace) -> tuple[LatentForCausalLM, list[str]]:
+    """The new model, as the options say, and how near it is to its source.
+
+    Raises:
+        UnspokenError: it is not as near as it must be.
+    """
+    fields = {name: value for name in FIELDS if (value := getattr(args, name)) is not None}
+    for name in fields:
+        if name not in _fields(METHODS[args.method]):
+            valid = [method for method, latent_class in METHODS.items() if name in _fields(latent_class)]
+            raise UsageError(f"{option(name)} is for --method {' and '.join(valid)}")
+    gains_steps = issubclass(METHODS[args.method], AdaptiveHead) and not takes_latent_steps(source)
+    one_pass = {"num_passes": 1} if isinstance(source, LatentForCausalLM) else {}
+    expected, expected_once = _probe(source), _probe(source, **one_pass)
+    try:
+        model = convert(source, args.method, **fields)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not torch.equal(_probe(model, **{"max_latent_steps": 0} if gains_steps else {}), expected):
+        raise UnspokenError("the converted model's logits differ from the source's; nothing was written")
+    if not gains_steps:
+        return model, ["logits equal the source's bit for bit"]
+    found = drift(model.eval(), _probe_ids(model), expected_once)
+    if not found.holds:
+        raise UnspokenError(
+            f"the converted model's latent steps change its logits by more than they may ({found}); nothing was written"
+        )
+    return model, [
+        "without latent steps, logits equal the source's bit for bit",
+        f"with them ({found.latent_length:.2f} a token), logits differ by at most {found}",
+    ]
 
 
 def check_place(out: Path, overwrite: bool) -> None:
@@ -167,11 +209,41 @@ def save(
 
 
 def _refuse_unknown(config_fields: dict[str, Any], latent_class: type[LatentForCausalLM]) -> None:
-    fields = set(latent_class.config_class.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__)
+    valid = sorted(_fields(latent_class))
     for name in config_fields:
-        if name not in fields - {"text_config"}:
-            valid = sorted(fields - {"text_config"})
+        if name not in valid:
             raise UsageError(f"{name!r} is no field of this method{nearest(name, valid)}; fields: {', '.join(valid)}")
+
+
+def _fields(latent_class: type[LatentForCausalLM]) -> set[str]:
+    """The fields of a method's own configuration."""
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)} | {"text_config"}
+    return {field.name for field in dataclasses.fields(latent_class.config_class)} - inherited
+
+
+def _refuse_closed_router(config: Any) -> None:
+    """A step that is not taken gives the router no gradient: one that lets no token go on would never learn to."""
+    if getattr(config, "router", "none") == "none" or config.exit_at_step is not None or config.max_latent_steps == 0:
+        return
+    bias = torch.tensor(config.router_bias, dtype=config.dtype or torch.float32).double()
+    if (gate := bias.sigmoid().item()) < config.exit_threshold:
+        threshold = config.exit_threshold
+        above = f"; give a router_bias above {math.log(threshold / (1 - threshold)):.3g}" if threshold < 1 else ""
+        raise UsageError(
+            f"router_bias {config.router_bias} makes every gate {gate:.2g}, below exit_threshold {threshold}: no token "
+            f"would take a latent step, and the router could not learn to let one{above}"
+        )
+
+
+def _carry_over(source: LatentForCausalLM, latent: LatentForCausalLM) -> None:
+    """Adapter and router of a latent source go on where the new model has them too, of the same kind and size."""
+    for name, kind in CARRIED.items():
+        if not (hasattr(source.model, name) and hasattr(latent.model, name)):
+            continue
+        if getattr(source.config, kind) == getattr(latent.config, kind):
+            old, new = getattr(source.model, name), getattr(latent.model, name)
+            if [p.shape for p in old.parameters()] == [p.shape for p in new.parameters()]:
+                setattr(latent.model, name, old)
 
 
 def _agree_on_tying(config: LatentConfig, embedding: Any, head: Any) -> None:
@@ -186,12 +258,15 @@ def _agree_on_tying(config: LatentConfig, embedding: Any, head: Any) -> None:
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel) -> torch.Tensor:
-    ids = torch.arange(1, 17, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+def _probe(model: PreTrainedModel, **options: Any) -> torch.Tensor:
     was_training = model.training
-    logits = model.eval()(ids, use_cache=False).logits
+    logits = model.eval()(_probe_ids(model), use_cache=False, **options).logits
     model.train(was_training)
     return logits
+
+
+def _probe_ids(model: PreTrainedModel) -> torch.Tensor:
+    return torch.arange(1, 17, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
 
 
 def _materialise(latent: LatentForCausalLM, like: torch.Tensor) -> None:
