@@ -7,10 +7,10 @@ import torch
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from tests.families import randomise
-from unspoken import RecyclerConfig, RecyclerForCausalLM, VanillaConfig, VanillaForCausalLM
 from unspoken.data.prepare import PrepareOptions, prepare
 from unspoken.data.stdlib_text import stdlib_documents
 from unspoken.data.tokenizer import train_bpe
+from unspoken.models.convert import METHODS
 from unspoken.models.latent_lm import LatentForCausalLM
 
 VOCAB_SIZE = 320
@@ -35,7 +35,8 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def text_model(method: str = "recycler", dtype: torch.dtype = torch.float32, **fields: Any) -> LatentForCausalLM:
-    """A random two-layer llama over `VOCAB_SIZE` tokens, its adapter awake; `text` (a dict) goes to its backbone."""
+    """A random two-layer llama over `VOCAB_SIZE` tokens, its adapter awake and its router telling tokens apart; `text`
+    (a dict) goes to its backbone."""
     text_config = LlamaConfig(
         **{
             "vocab_size": VOCAB_SIZE,
@@ -52,10 +53,10 @@ def text_model(method: str = "recycler", dtype: torch.dtype = torch.float32, **f
             **fields.pop("text", {}),
         }
     )
-    if method == "vanilla":
-        model: LatentForCausalLM = VanillaForCausalLM(VanillaConfig(text_config=text_config, **fields))
-    else:
-        model = RecyclerForCausalLM(RecyclerConfig(text_config=text_config, **fields))
+    latent_class = METHODS[method]
+    if "adaptive" in method:
+        fields = {"exit_threshold": 0.15, "router_bias": 0.3, **fields}
+    model = latent_class(latent_class.config_class(text_config=text_config, **fields))
     return randomise(model).to(dtype).eval()
 
 

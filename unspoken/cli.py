@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_convert, _data, _train, _launch, _export, _eval, _generate, _chat, _verify, _paper):
+    for add in (_convert, _data, _train, _launch, _export, _eval, _generate, _chat, _verify, _inspect, _paper):
         add(commands)
     return parser
 
@@ -90,12 +90,15 @@ def _convert(commands) -> None:
         "Turn a pretrained model into a latent one, or back.",
     )
     p.add_argument("--model", required=True, help="local folder, .gguf file, hub name, or `smollm2` (embedded)")
-    p.add_argument("--method", choices=["recycler", "vanilla"], default="recycler")
+    p.add_argument("--method", choices=["recycler", "adaptive", "adaptive_recycler", "vanilla"], default="recycler")
     p.add_argument("--out", required=True, help="folder to write (safetensors)")
     p.add_argument("--export-backbone", action="store_true", help="write the plain transformers model inside --model")
     p.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     p.add_argument("--num-train-passes", type=int, help="passes over the sequence in training (default 2)")
     p.add_argument("--num-prefill-passes", type=int, choices=[1, 2], help="passes over a prompt (default 2)")
+    p.add_argument("--max-latent-steps", type=int, help="of each token, at most (default 3)")
+    p.add_argument("--exit-threshold", type=float, help="a token goes on if it gets to the next step so likely (0.01)")
+    p.add_argument("--router-bias", type=float, help="of the new router: its gates are sigmoid of it (default -4)")
     p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
 
 
@@ -178,6 +181,7 @@ def _eval(commands) -> None:
     p.add_argument("--num-passes", type=int, default=4, help="parallel passes 1..N to evaluate")
     p.add_argument("--no-exact", action="store_true", help="skip the exact recurrence (sequential)")
     p.add_argument("--batch-size", type=int, help="sequences at once (default: 8 of text, 250 samples of a task)")
+    _latent_options(p, each_threshold=True)
     p.add_argument("--out", help="folder for results and plots (default: the model folder)")
     text = p.add_argument_group("text (with --data)")
     text.add_argument("--split", choices=["val", "test", "train"], help="default: val")
@@ -199,6 +203,20 @@ def _sampling_options(parser) -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-prefill-passes", type=int, choices=[1, 2], help="default: as the model's config says")
+    _latent_options(parser)
+
+
+def _latent_options(parser, each_threshold: bool = False) -> None:
+    group = parser.add_argument_group("latent steps (default: as the model's config says)")
+    several = " (may be repeated: a row for each, after the model's own)" if each_threshold else ""
+    group.add_argument(
+        "--exit-threshold",
+        type=float,
+        action="append" if each_threshold else "store",
+        help=f"a token goes on if it gets to the next step at least so likely{several}",
+    )
+    group.add_argument("--max-latent-steps", type=int, help="of each token, at most; 0: none")
+    group.add_argument("--exit-at-step", type=int, help="so many runs of the backbone for every token, and no router")
 
 
 def _generate(commands) -> None:
@@ -236,6 +254,23 @@ def _verify(commands) -> None:
     p.add_argument("--base", help="source checkpoint: also check that logits equal it (freshly converted models)")
     p.add_argument("--json", help="also write the table to this file")
     p.add_argument("--seed", type=int, default=0)
+    _model_options(p)
+
+
+def _inspect(commands) -> None:
+    p = _command(
+        commands,
+        "inspect",
+        "unspoken.analysis.inspect:main",
+        "Show where a model with latent steps thinks, token by token.",
+    )
+    p.add_argument("model", help="model folder")
+    p.add_argument("--text", required=True, help="file with the text to read")
+    p.add_argument("--html", help="file to write: every token, with its steps where the pointer rests, and the plots")
+    p.add_argument("--json", help="file to write what was measured to")
+    p.add_argument("--sequence-length", type=int, default=256, help="tokens read together")
+    p.add_argument("--max-tokens", type=int, default=20_000, help="so many from the text's start")
+    _latent_options(p)
     _model_options(p)
 
 

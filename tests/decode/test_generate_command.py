@@ -46,6 +46,12 @@ def test_a_batch_gives_each_prompt_its_own_text_in_order(capsys, folder, batch_s
     for answer in answers:
         completion = {"text": by_hand(folder, answer["prompt"]), "num_tokens": NUM_NEW, "finish_reason": "length"}
         assert answer["completions"] == [completion]
+        num_prompt_tokens = len(AutoTokenizer.from_pretrained(folder)(answer["prompt"]).input_ids)
+        assert answer["usage"] == {
+            "num_prompt_tokens": num_prompt_tokens,
+            "num_new_tokens": NUM_NEW,
+            "num_latent_steps": 0,
+        }
 
 
 def test_prefill_passes_reach_the_model(capsys, folder):
@@ -88,7 +94,7 @@ def test_text_ends_at_the_end_token(model, tokenizer):
     stopping = BatchWriter(model, tokenizer, Sampling(NUM_NEW))
     stopping.ends = [end, 9999]
     stopping.options["eos_token_id"] = stopping.ends
-    completion = stopping.complete(ids)[0][0]
+    completion = stopping.complete(ids)[0]["completions"][0]
     text = tokenizer.decode(outputs[: num_tokens - 1], skip_special_tokens=True)
     assert completion == {"text": text, "num_tokens": num_tokens, "finish_reason": "stop"}
 
@@ -102,10 +108,10 @@ def test_padding_with_the_end_token_hides_nothing(model):
     requests = [Request({"prompt": "Yes.<|im_end|>\nNo"}, "here"), Request({"prompt": PROMPTS[2]}, "there")]
     ids = [writer.encode(request) for request in requests]
     assert tokenizer.eos_token_id in ids[0] and len(ids[0]) < len(ids[1])
-    for prompt, completions in zip(ids, writer.complete(ids)):
+    for prompt, answer in zip(ids, writer.complete(ids)):
         whole, _ = naive_generate(model, torch.tensor([prompt]), NUM_NEW, num_passes=2)
         expected = writer._completion(whole[0, len(prompt) :].tolist())
-        assert completions == [expected]
+        assert answer["completions"] == [expected]
 
 
 def test_an_empty_prompt_begins_with_the_first_token(model, tokenizer):

@@ -85,7 +85,8 @@ def deployed(evaluation: Evaluation) -> str:
     if EXACT in results:
         return EXACT
     num_passes = evaluation["model"]["config"].get("num_train_passes", 2)  # a default is not in a diff
-    return max((name for name in results if int(name[2:]) <= num_passes), key=lambda name: int(name[2:]))
+    passes = {int(name[2:]): name for name in results if name[2:].isdigit()}  # not `k=1 tau=0.1`: another threshold
+    return passes[max(k for k in passes if k <= num_passes)]
 
 
 def verdict(equal_tokens: Difference, equal_compute: Difference, what: str = "recycling") -> str:

@@ -1,7 +1,9 @@
 """`unspoken generate`: continue prompts in left-padded batches, in order, as JSON lines.
 
-A row out is the row in with `completions` added: for each, `text`, `num_tokens` (the end token counts) and
-`finish_reason` (`stop`: an end token came, `length`: the limit did).
+A row out is the row in with `completions` and `usage` added. A completion has `text`, `num_tokens` (the end token
+counts) and `finish_reason` (`stop`: an end token came, `length`: the limit did). The usage counts `num_prompt_tokens`,
+`num_new_tokens` (of all completions) and `num_latent_steps`, runs of the backbone beyond one for each token: those of
+the prompt, once, and of every new token that was taken in again (the last one is not); with beams, of all beams.
 """
 
 import argparse
@@ -45,9 +47,9 @@ def main(args: argparse.Namespace) -> int:
             for batch in batches(list(zip(requests, prompts)), args.batch_size):
                 streamer = TextStreamer(writer.tokenizer, skip_prompt=True, skip_special_tokens=True)
                 answers = writer.complete([ids for _, ids in batch], streamer if args.stream else None)
-                for (request, _), completions in zip(batch, answers):
+                for (request, _), answer in zip(batch, answers):
                     if args.output or not args.stream:
-                        file.write(json.dumps({**request.row, "completions": completions}, ensure_ascii=False) + "\n")
+                        file.write(json.dumps({**request.row, **answer}, ensure_ascii=False) + "\n")
                 file.flush()
                 num_done += len(batch)
                 advance(len(batch))
@@ -94,13 +96,37 @@ class BatchWriter:
         )
 
     @torch.no_grad()
-    def complete(self, prompts: list[list[int]], streamer: TextStreamer | None = None) -> list[list[dict[str, Any]]]:
-        """The completions of each prompt, `num_return_sequences` of them."""
+    def complete(self, prompts: list[list[int]], streamer: TextStreamer | None = None) -> list[dict[str, Any]]:
+        """Of each prompt the `completions`, `num_return_sequences` of them, and the `usage`."""
         ids, mask = self._left_padded(prompts)
-        outputs: Any = self.model.generate(ids, attention_mask=mask, streamer=streamer, **self.options)
+        with latent_lengths(self.model) as lengths:
+            outputs: Any = self.model.generate(ids, attention_mask=mask, streamer=streamer, **self.options)
         new = outputs[:, ids.shape[1] :].tolist()
         completions = [self._completion(row) for row in new]
-        return list(batches(completions, self.num_return_sequences))
+        answers = []
+        for number, (prompt, own) in enumerate(zip(prompts, batches(completions, self.num_return_sequences))):
+            num_tokens = [completion["num_tokens"] for completion in own]
+            usage = {
+                "num_prompt_tokens": len(prompt),
+                "num_new_tokens": sum(num_tokens),
+                "num_latent_steps": self._latent_steps(lengths, number, ids.shape, num_tokens),
+            }
+            answers.append({"completions": own, "usage": usage})
+        return answers
+
+    def _latent_steps(self, lengths: list[Tensor], number: int, shape: tuple[int, ...], num_tokens: list[int]) -> int:
+        """Of one prompt of the batch and its new tokens. lengths: of each forward, [rows, tokens]."""
+        if not lengths:
+            return 0
+        num_prompts, width = shape
+        all_lengths = torch.cat(lengths, dim=1)
+        num_rows = len(all_lengths) // num_prompts  # one for each text, or beam
+        rows = all_lengths[number * num_rows : (number + 1) * num_rows]
+        new = rows[:, width:]
+        if self.options["num_beams"] == 1:  # what follows a text's end is none of it
+            taken_in = torch.tensor(num_tokens, device=new.device).unsqueeze(-1) - 1
+            new = new.masked_fill(torch.arange(new.shape[1], device=new.device) >= taken_in, 0)
+        return int(rows[0, :width].sum() + new.sum())
 
     def _left_padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """The mask is explicit: a pad may be an ordinary token, or one that the prompt contains."""
@@ -116,6 +142,23 @@ class BatchWriter:
         text = self.tokenizer.decode(ids[:end], skip_special_tokens=True)
         num_tokens = len(ids) if end is None else end + 1
         return {"text": text, "num_tokens": num_tokens, "finish_reason": "length" if end is None else "stop"}
+
+
+@contextmanager
+def latent_lengths(model: LatentForCausalLM) -> Iterator[list[Tensor]]:
+    """The latent steps of each token that the model takes in meanwhile: [rows, tokens] of each forward (and of its last
+    pass); nothing from a model without latent steps."""
+    found: list[Tensor] = []
+
+    def note(module, args, output) -> None:
+        if output.latents is not None:
+            found.append(output.latents.lengths)
+
+    hook = model.model.register_forward_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -1,12 +1,13 @@
 """How tokens are chosen and when text ends: the command line's options as arguments of `model.generate`."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from unspoken.errors import UnspokenError, UsageError
+from unspoken.models.knobs import LatentKnobs, takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.recycler import RecyclerForCausalLM
 
@@ -23,6 +24,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     num_prefill_passes: int | None = None
+    knobs: LatentKnobs = field(default_factory=LatentKnobs)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -36,7 +38,8 @@ class Sampling:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "Sampling":
-        return cls(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.num_prefill_passes)
+        knobs = LatentKnobs.from_args(args)
+        return cls(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.num_prefill_passes, knobs)
 
     def options(self, model: LatentForCausalLM) -> dict[str, Any]:
         """Arguments of `generate`. Sampling settings saved with the model are overridden, its penalties are not."""
@@ -47,11 +50,13 @@ class Sampling:
             "temperature": 1.0 if greedy else self.temperature,
             "top_p": 1.0 if greedy else self.top_p,
             "top_k": 50 if greedy else self.top_k,  # 50 is transformers' default; another value draws a warning
+            **self.knobs.options(model),
         }
         if isinstance(model, RecyclerForCausalLM) and self.num_prefill_passes is not None:
             options["num_passes"] = self.num_prefill_passes
         elif self.num_prefill_passes not in (None, 1):
-            raise UsageError(f"--num-prefill-passes {self.num_prefill_passes}: a plain model has one pass")
+            kind = "an adaptive" if takes_latent_steps(model) else "a plain"
+            raise UsageError(f"--num-prefill-passes {self.num_prefill_passes}: {kind} model has one pass")
         return options
 
 

@@ -1,9 +1,10 @@
 """Loss of a latent model on rows of text, for each number of parallel passes and for the exact recurrence.
 
 One run of n passes gives all of `k=1` ... `k=n`, since pass i is the same whatever comes after it. `exact` is the
-model's own sequential recurrence over a cache, a stretch of tokens at a time. Per-row sums are kept, so that a
-result can be stated with its spread over documents, two results be compared on the same documents, and an
-interrupted evaluation still says what it found. Logits exist for a few tokens at a time only.
+model's own sequential recurrence over a cache, a stretch of tokens at a time. Latent steps need no such line: taken in
+parallel they are what decoding computes. Thresholds beside the model's own have lines of their own, `k=1 tau=0.1`.
+Per-row sums are kept, so that a result can be stated with its spread over documents, two results be compared on the
+same documents, and an interrupted evaluation still says what it found. Logits exist for a few tokens at a time only.
 """
 
 import math
@@ -19,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from unspoken.errors import UsageError
 from unspoken.eval.rows import Row
+from unspoken.eval.settings import Setting, settings_of
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.recycler import RecyclerForCausalLM
 
@@ -34,7 +36,9 @@ Progress = Callable[[int], None]
 class Loss:
     """One line of a table. `loss` is in nats per target; intervals are 95 % over documents, None for one document.
 
-    `difference` is the loss minus that of `k=1` on the same rows, with its own, paired interval.
+    `difference` is the loss minus that of `k=1` on the same rows, with its own, paired interval. `latent_length` is the
+    mean number of latent steps of a token, `prune_ratio` the share of those allowed that were not taken; both None for
+    a model without.
     """
 
     name: str
@@ -46,20 +50,38 @@ class Loss:
     bits_per_byte: float | None
     num_targets: int
     num_documents: int
+    latent_length: float | None = None
+    prune_ratio: float | None = None
 
 
 @dataclass
 class Scores:
-    """What was measured: summed nats [rows] for each of `k=1` ... `k=n` and `exact`, and which rows are done."""
+    """What was measured: summed nats [rows] for each of `k=1` ... `k=n` and `exact` of each setting, as many latent
+    steps [rows] (nothing from a model without), and which rows are done."""
 
     rows: Sequence[Row]
+    num_passes: int
+    has_exact: bool
+    settings: Sequence[Setting]
     nats: dict[str, np.ndarray]
+    latent_steps: dict[str, np.ndarray]
     done: np.ndarray
     seconds: dict[str, float] = field(default_factory=lambda: {"parallel": 0.0, EXACT: 0.0})
 
     @property
     def names(self) -> list[str]:
         return list(self.nats)
+
+    def passes(self, setting: Setting) -> list[str]:
+        """The names of a setting's parallel passes."""
+        return [f"k={k}{setting.suffix}" for k in range(1, self.num_passes + 1)]
+
+    def exact(self, setting: Setting) -> str | None:
+        return f"{EXACT}{setting.suffix}" if self.has_exact else None
+
+    def setting(self, name: str) -> Setting:
+        """That of a line."""
+        return next(one for one in self.settings if name in (*self.passes(one), self.exact(one)))
 
     @property
     def is_complete(self) -> bool:
@@ -84,7 +106,15 @@ class Scores:
             bits_per_byte=nats.sum() / math.log(2) / num_bytes if num_bytes else None,
             num_targets=int(targets.sum()),
             num_documents=len(targets),
+            **self._latent(name),
         )
+
+    def _latent(self, name: str) -> dict[str, float | None]:
+        if name not in self.latent_steps:
+            return {}
+        num_tokens = np.array([len(row.ids) for row in self.rows])[self.done].sum()
+        latent_length = float(self.latent_steps[name][self.done].sum() / num_tokens)
+        return {"latent_length": latent_length, "prune_ratio": self.setting(name).prune_ratio(latent_length)}
 
     def _by_document(self, values: np.ndarray) -> np.ndarray:
         """Sums over the rows done of each document that has any."""
@@ -103,14 +133,27 @@ def interval(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float] | None
     return float(low), float(high)
 
 
-def prepare_scores(model: LatentForCausalLM, rows: Sequence[Row], num_passes: int, exact: bool = True) -> Scores:
-    """Empty scores for `score`. A plain model has one pass, which is exact."""
+def prepare_scores(
+    model: LatentForCausalLM,
+    rows: Sequence[Row],
+    num_passes: int,
+    exact: bool = True,
+    settings: Sequence[Setting] | None = None,
+) -> Scores:
+    """Empty scores for `score`. A model that does not recycle has one pass, which is exact. settings: the first is
+    without a suffix; by default it is the only one."""
     if num_passes < 1:
         raise UsageError(f"the number of passes is {num_passes}; it must be at least 1")
     recycles = isinstance(model, RecyclerForCausalLM)
-    names = [f"k={k}" for k in range(1, num_passes + 1 if recycles else 2)] + [EXACT] * (exact and recycles)
-    nats = {name: np.zeros(len(rows)) for name in names}
-    return Scores(rows, nats, np.zeros(len(rows), dtype=bool))
+    done = np.zeros(len(rows), dtype=bool)
+    settings = settings or settings_of(model)
+    scores = Scores(rows, num_passes if recycles else 1, exact and recycles, settings, {}, {}, done)
+    for setting in settings:
+        for name in filter(None, (*scores.passes(setting), scores.exact(setting))):
+            scores.nats[name] = np.zeros(len(rows))
+            if setting.knobs is not None:
+                scores.latent_steps[name] = np.zeros(len(rows), dtype=int)
+    return scores
 
 
 def evaluate(
@@ -142,8 +185,9 @@ def score(model: LatentForCausalLM, scores: Scores, batch_size: int = 8, progres
 
 
 def work(scores: Scores) -> int:
-    """Token positions that `score` reports: a row's once for all parallel passes, and once more for `exact`."""
-    return sum(len(row.ids) for row in scores.rows) * (1 + (EXACT in scores.nats))
+    """Token positions that `score` reports: a row's once for all parallel passes, and once more for `exact`, in each
+    setting."""
+    return sum(len(row.ids) for row in scores.rows) * (1 + scores.has_exact) * len(scores.settings)
 
 
 def row_nats(model: LatentForCausalLM, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -161,7 +205,7 @@ def row_nats(model: LatentForCausalLM, hidden: Tensor, targets: Tensor) -> Tenso
 
 def _rows_at_once(model: LatentForCausalLM, scores: Scores, batch_size: int) -> int:
     longest = max(len(row.ids) for row in scores.rows)
-    states_per_row = len(scores.nats) * longest * model.config.hidden_size
+    states_per_row = (scores.num_passes + scores.has_exact) * longest * model.config.hidden_size
     return max(1, min(batch_size, MAX_STATES // states_per_row))
 
 
@@ -177,30 +221,41 @@ def _batches(scores: Scores, size: int) -> list[np.ndarray]:
 def _score_batch(model: LatentForCausalLM, scores: Scores, places: np.ndarray, progress: Progress) -> None:
     ids, mask = _padded([scores.rows[place].ids for place in places], model.device)
     targets = F.pad(ids[:, 1:], (0, 1)).masked_fill(~F.pad(mask[:, 1:], (0, 1)), -1)
-    num_tokens = int(mask.sum())
-    num_passes = sum(name != EXACT for name in scores.nats)
-    start = time.perf_counter()
-    passes = model.model(ids, attention_mask=mask.long(), num_passes=num_passes, use_cache=False).pass_hidden_states
-    for name, hidden in zip(scores.nats, passes):
-        scores.nats[name][places] = row_nats(model, hidden, targets).cpu().numpy()
-    scores.seconds["parallel"] += time.perf_counter() - start
-    progress(num_tokens)
-    if EXACT in scores.nats:
+    for setting in scores.settings:
         start = time.perf_counter()
-        scores.nats[EXACT][places] = _exact_nats(model, ids, mask, targets, progress)
-        scores.seconds[EXACT] += time.perf_counter() - start
+        options = {"num_passes": scores.num_passes, "use_cache": False, **setting.options}
+        outputs = model.model(ids, attention_mask=mask.long(), **options)
+        for name, hidden in zip(scores.passes(setting), outputs.pass_hidden_states):
+            scores.nats[name][places] = row_nats(model, hidden, targets).cpu().numpy()
+        for name, latents in zip(scores.passes(setting), outputs.pass_latents or ()):
+            scores.latent_steps[name][places] = latents.lengths.sum(-1).cpu().numpy()
+        scores.seconds["parallel"] += time.perf_counter() - start
+        progress(int(mask.sum()))
+        if (exact := scores.exact(setting)) is not None:
+            start = time.perf_counter()
+            nats, latent_steps = _exact(model, ids, mask, targets, setting, progress)
+            scores.nats[exact][places] = nats.cpu().numpy()
+            if setting.knobs is not None:
+                scores.latent_steps[exact][places] = latent_steps.cpu().numpy()
+            scores.seconds[EXACT] += time.perf_counter() - start
 
 
-def _exact_nats(model: LatentForCausalLM, ids: Tensor, mask: Tensor, targets: Tensor, progress: Progress) -> np.ndarray:
+def _exact(
+    model: LatentForCausalLM, ids: Tensor, mask: Tensor, targets: Tensor, setting: Setting, progress: Progress
+) -> tuple[Tensor, Tensor]:
+    """Summed nats and latent steps of each row, [B]."""
     total = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
+    latent_steps = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
     cache = DynamicCache(config=model.config)
+    options = {"cache": cache, "use_cache": True, "num_passes": EXACT, **setting.options}
     for start in range(0, ids.shape[1], EXACT_STRETCH):
         part = slice(start, min(start + EXACT_STRETCH, ids.shape[1]))
-        seen = mask[:, : part.stop].long()
-        outputs = model.model(ids[:, part], attention_mask=seen, cache=cache, use_cache=True, num_passes=EXACT)
+        outputs = model.model(ids[:, part], attention_mask=mask[:, : part.stop].long(), **options)
         total += row_nats(model, outputs.last_hidden_state, targets[:, part])
+        if outputs.latents is not None:
+            latent_steps += outputs.latents.lengths.sum(-1)
         progress(int(mask[:, part].sum()))
-    return total.cpu().numpy()
+    return total, latent_steps
 
 
 def _padded(rows: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,12 @@ from unspoken.eval.depth import DepthCurve, depth_curve
 from unspoken.eval.perplexity import Loss, Scores
 from unspoken.eval.plots import plot_depth, plot_losses
 from unspoken.eval.rows import target_byte_lengths
+from unspoken.eval.settings import spelled_out
 from unspoken.models.latent_lm import LatentForCausalLM
 
 COMPLETE, PARTIAL = "eval.json", "eval.partial.json"
 PASSES_PLOT, DEPTH_PLOT = "eval_passes.png", "eval_depth.png"
+LATENT_COLUMNS = ("latent steps/token", "pruned")
 _OPTIONS = ("data", "split", "num_passes", "depth", "sequence_length", "max_sequences", "batch_size", "device", "dtype")
 
 
@@ -56,6 +58,7 @@ def rebuilt_command(args: argparse.Namespace) -> list[str]:
     command = ["unspoken", "eval", str(args.model)]
     for name in _OPTIONS:
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    command += spelled_out(args)
     if args.no_exact:
         command.append("--no-exact")
     return command + (["--out", str(args.out)] if args.out else [])
@@ -67,13 +70,14 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
     where = f"{losses[0].num_targets:,} tokens of {losses[0].num_documents} documents"
     console.print(f"{args.model}: {args.split} split of {args.data}, {where}{partial}", highlight=False, soft_wrap=True)
     table = Table()
-    for name in ("passes", "loss", "perplexity", "bits/byte", "loss - loss at k=1"):
+    latent = LATENT_COLUMNS if scores.latent_steps else ()
+    for name in ("passes", "loss", "perplexity", "bits/byte", "loss - loss at k=1", *latent):
         table.add_column(name, justify="left" if name == "passes" else "right", no_wrap=True)
     for loss in losses:
         bits = "" if loss.bits_per_byte is None else f"{loss.bits_per_byte:.4f}"
         difference = "" if loss is losses[0] else f"{_signed(loss.difference)}{_spread(loss.difference_interval)}"
         mean = f"{loss.loss:.4f}{_spread(loss.interval)}"
-        table.add_row(loss.name, mean, f"{loss.perplexity:.2f}", bits, difference)
+        table.add_row(loss.name, mean, f"{loss.perplexity:.2f}", bits, difference, *latent_cells(loss))
     table.caption = "±: half the 95 % interval over documents; paired for differences"
     console.print(table)
     if curve and len(curve.losses) > 1:
@@ -106,6 +110,7 @@ def as_dict(evaluation: Evaluation) -> dict:
         "complete": scores.is_complete,
         "command": shlex.join(rebuilt_command(args)),
         "results": loss_results(evaluation.losses),
+        "knobs": knobs_by_line(scores),
         "depth_curve": evaluation.curve.as_dict() if evaluation.curve else None,
         "num_sequences": int(scores.done.sum()),
         "num_sequences_asked": len(scores.rows),
@@ -148,13 +153,30 @@ def loss_results(losses: Sequence[Loss]) -> dict[str, dict]:
 
 
 def row_sums(scores: Scores) -> dict:
-    """Document, targets and summed nats of each piece of text: what comparing two models on the same text needs."""
+    """Document, targets and summed nats of each piece of text: what comparing two models on the same text needs; and
+    its tokens and latent steps."""
     done = [row for row, is_done in zip(scores.rows, scores.done) if is_done]
-    return {
+    sums: dict[str, Any] = {
         "document": [row.document for row in done],
         "targets": [row.num_targets for row in done],
         "nats": {name: nats[scores.done].tolist() for name, nats in scores.nats.items()},
     }
+    if scores.latent_steps:
+        sums["tokens"] = [len(row.ids) for row in done]
+        sums["latent_steps"] = {name: steps[scores.done].tolist() for name, steps in scores.latent_steps.items()}
+    return sums
+
+
+def latent_cells(loss: Loss) -> list[str]:
+    """The cells under `LATENT_COLUMNS`; none for a model without latent steps."""
+    if loss.latent_length is None:
+        return []
+    return [f"{loss.latent_length:.2f}", "" if loss.prune_ratio is None else f"{100 * loss.prune_ratio:.1f}%"]
+
+
+def knobs_by_line(scores: Scores) -> dict[str, dict] | None:
+    """How deep tokens might think in each line; None for a model without latent steps."""
+    return {name: vars(scores.setting(name).knobs) for name in scores.latent_steps} or None
 
 
 def finite(value: Any) -> Any:

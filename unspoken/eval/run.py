@@ -19,6 +19,7 @@ from unspoken.eval import task_run
 from unspoken.eval.perplexity import Scores, prepare_scores, score, work
 from unspoken.eval.report import Evaluation, print_table, write
 from unspoken.eval.rows import cut_rows
+from unspoken.eval.settings import knobs_of, settings_of
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import check_model, load_model
 
@@ -29,12 +30,15 @@ OF_TASK: dict[str, Any] = {"length": [], "samples": 1000, "batch_size": 250}
 
 
 def main(args: argparse.Namespace) -> int:
+    knobs_of(args)  # refuses what cannot be meant
     if args.data is None:
         _settle(args, OF_TASK, OF_TEXT, "--data FOLDER")
         return task_run.evaluate(args, _output_folder(args))
     _settle(args, OF_TEXT, OF_TASK, "the task that a model was trained on, so without --data")
     if args.depth < 0:
         raise UsageError(f"--depth is {args.depth}; it must be at least 1, or 0 for no curve")
+    if args.depth and args.exit_threshold:
+        raise UsageError("--depth draws one curve, of the model's own threshold; leave --exit-threshold out")
     return _evaluate_text(args, _output_folder(args))
 
 
@@ -53,7 +57,8 @@ def _evaluate_text(args: argparse.Namespace, out: Path) -> int:
     rows = cut_rows(shards, args.sequence_length, args.max_sequences)
     model, tokenizer = load_model(args.model, args.device, args.dtype)
     _check_fit(args, model, tokenizer, shards)
-    scores = prepare_scores(model, rows, max(args.num_passes, args.depth), not args.no_exact)
+    settings = settings_of(model, knobs_of(args))
+    scores = prepare_scores(model, rows, max(args.num_passes, args.depth), not args.no_exact, settings)
     finished = _score_with_progress(model, scores, args.batch_size)
     evaluation = Evaluation(args, model, shards, scores)
     written = ""

@@ -20,7 +20,18 @@ from unspoken.data.tasks import Task
 from unspoken.errors import UsageError
 from unspoken.eval.perplexity import Loss
 from unspoken.eval.plots import plot_task
-from unspoken.eval.report import COMPLETE, finite, loss_results, model_facts, row_sums, versions
+from unspoken.eval.report import (
+    COMPLETE,
+    LATENT_COLUMNS,
+    finite,
+    knobs_by_line,
+    latent_cells,
+    loss_results,
+    model_facts,
+    row_sums,
+    versions,
+)
+from unspoken.eval.settings import knobs_of, settings_of, spelled_out
 from unspoken.eval.tasks import LengthResult, Rate, default_lengths, evaluate_task
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import load_model
@@ -49,12 +60,13 @@ def evaluate(args: argparse.Namespace, out: Path) -> int:
     task = task_of(tokenizer)
     if task is None:
         raise UsageError(f"{args.model} was not trained on a task; give text with --data FOLDER")
+    settings = settings_of(model, knobs_of(args))
     args.length = sorted(set(args.length or default_lengths(task)))
     results = []
     with Console(stderr=True).status("") as status:
         for length in args.length:
             status.update(f"{args.samples} samples of length {length}")
-            options = (args.samples, args.num_passes, not args.no_exact, args.batch_size)
+            options = (args.samples, args.num_passes, not args.no_exact, args.batch_size, settings)
             results.append(evaluate_task(model, task, length, *options))
     evaluation = TaskEvaluation(args, model, task, results)
     _print_table(evaluation, Console())
@@ -74,6 +86,7 @@ def as_dict(evaluation: TaskEvaluation) -> dict[str, Any]:
         "complete": True,
         "command": shlex.join(_command(args)),
         "results": loss_results(evaluation.losses),
+        "knobs": knobs_by_line(scores),
         "depth_curve": None,
         "task": {
             "settings": task.settings(),
@@ -93,10 +106,12 @@ def as_dict(evaluation: TaskEvaluation) -> dict[str, Any]:
 
 
 def _rates(result: LengthResult) -> dict[str, Any]:
+    latent_lengths = {name: result.scores.loss(name).latent_length for name in result.scores.latent_steps}
     return {
         "majority": _rate(result.majority),
         "answer": {name: _rate(rate) for name, rate in result.answers.items()},
         "positions": {name: [_rate(rate) for rate in rates] for name, rates in result.positions.items()},
+        **({"latent_length": latent_lengths} if latent_lengths else {}),
     }
 
 
@@ -112,7 +127,7 @@ def _command(args: argparse.Namespace) -> list[str]:
         command += ["--length", str(length)]
     for name in ("samples", "num_passes", "batch_size", "device", "dtype"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    return command + ["--no-exact"] * args.no_exact + (["--out", str(args.out)] if args.out else [])
+    return command + spelled_out(args) + ["--no-exact"] * args.no_exact + (["--out", str(args.out)] if args.out else [])
 
 
 def _print_table(evaluation: TaskEvaluation, console: Console) -> None:
@@ -120,11 +135,14 @@ def _print_table(evaluation: TaskEvaluation, console: Console) -> None:
     settings = ", ".join(f"{key} {value}" for key, value in task.settings().items() if key != "name")
     console.print(f"{args.model}: {task.name} ({settings})", highlight=False, soft_wrap=True)
     table = Table()
-    for header in ("passes", f"loss at {results[0].length}", *(f"length {result.length}" for result in results)):
+    first = results[0].length
+    latent = [f"{name} at {first}" for name in LATENT_COLUMNS] if results[0].scores.latent_steps else []
+    for header in ("passes", f"loss at {first}", *latent, *(f"length {result.length}" for result in results)):
         table.add_column(header, justify="left" if header == "passes" else "right")
     for loss in evaluation.losses:
-        table.add_row(loss.name, f"{loss.loss:.4f}", *(_cell(result.answers[loss.name]) for result in results))
-    table.add_row("majority", "", *(f"{100 * result.majority.share:.1f}" for result in results))
+        cells = [f"{loss.loss:.4f}", *latent_cells(loss)]
+        table.add_row(loss.name, *cells, *(_cell(result.answers[loss.name]) for result in results))
+    table.add_row("majority", "", *("" for _ in latent), *(f"{100 * result.majority.share:.1f}" for result in results))
     which = "last label" if task.answer == "last" else "whole result"
     table.caption = f"{which} right, % of {args.samples:,} samples; ±: half the 95 % interval"
     console.print(table)

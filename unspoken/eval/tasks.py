@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from unspoken.data.tasks import NO_TARGET, PAD_ID, Sample, Task
 from unspoken.errors import UsageError
 from unspoken.eval.perplexity import EXACT, Scores, prepare_scores, row_nats
 from unspoken.eval.rows import Row
+from unspoken.eval.settings import Setting
 from unspoken.models.latent_lm import LatentForCausalLM
 
 Z95 = 1.959964  # of the normal distribution, for two-sided 95 %
@@ -84,8 +86,10 @@ def evaluate_task(
     num_passes: int = 4,
     exact: bool = True,
     batch_size: int = 250,
+    settings: Sequence[Setting] | None = None,
 ) -> LengthResult:
-    """Measure samples of one length, the same ones for every model. A plain model has one pass, which is exact.
+    """Measure samples of one length, the same ones for every model. A model that does not recycle has one pass, which
+    is exact. settings: see `prepare_scores`.
 
     Raises:
         UsageError: a count that is less than 1, samples longer than the model's context.
@@ -93,13 +97,15 @@ def evaluate_task(
     _check(model, task, {"length": length, "samples": num_samples, "num-passes": num_passes, "batch-size": batch_size})
     samples = evaluation_samples(task, length, num_samples)
     rows = [SampleRow(sample.tokens, number, 0.0, sample.targets) for number, sample in enumerate(samples)]
-    scores = prepare_scores(model, rows, num_passes, exact)
+    scores = prepare_scores(model, rows, num_passes, exact, settings)
     right: dict[str, list[np.ndarray]] = {name: [] for name in scores.names}  # of each sample, bool [its targets]
     for start in range(0, num_samples, batch_size):
         part = slice(start, start + batch_size)
-        for name, (is_right, nats) in _score(model, samples[part], scores.names).items():
-            right[name] += is_right
-            scores.nats[name][part] = nats
+        for name, found in _score(model, samples[part], scores).items():
+            right[name] += found.is_right
+            scores.nats[name][part] = found.nats
+            if found.latent_steps is not None:
+                scores.latent_steps[name][part] = found.latent_steps
         scores.done[part] = True
     answers = {name: _answer_rate(task, found) for name, found in right.items()}
     positions = {name: _position_rates(found) for name, found in right.items()}
@@ -116,27 +122,42 @@ def _check(model: LatentForCausalLM, task: Task, counts: dict[str, int]) -> None
         raise UsageError(f"samples of length {length} take {needed} tokens; the model's context is {context}")
 
 
+@dataclass(frozen=True)
+class _Found:
+    """Of each sample: which targets are met, its summed nats, its latent steps (None: the model takes none)."""
+
+    is_right: list[np.ndarray]
+    nats: np.ndarray
+    latent_steps: np.ndarray | None
+
+
 @torch.no_grad()
-def _score(
-    model: LatentForCausalLM, samples: Sequence[Sample], names: Sequence[str]
-) -> dict[str, tuple[list[np.ndarray], np.ndarray]]:
-    """Which targets of each sample are met, and its summed nats, for `k=1` ... `exact`. The model's mode is kept."""
+def _score(model: LatentForCausalLM, samples: Sequence[Sample], scores: Scores) -> dict[str, _Found]:
+    """What each line finds. The model's mode is kept."""
     was_training = model.training
     model.eval()
     ids = _padded([sample.tokens for sample in samples], PAD_ID).to(model.device)
     targets = _padded([sample.targets for sample in samples], NO_TARGET).to(model.device)
-    num_passes = sum(name != EXACT for name in names)
-    outputs = model.model(ids, num_passes=num_passes, use_cache=False)
-    hidden = dict(zip(names, outputs.pass_hidden_states))
-    if EXACT in names:
-        hidden[EXACT] = model.model(ids, num_passes=EXACT, use_cache=False).last_hidden_state
-    model.train(was_training)
-    found = {}
-    for name, states in hidden.items():
+    lengths = torch.tensor([len(sample.tokens) for sample in samples], device=model.device)
+    is_token = torch.arange(ids.shape[1], device=model.device) < lengths.unsqueeze(-1)
+
+    def found(states: Tensor, latents: Any) -> _Found:
         said = model.transform(model.lm_head(states)).argmax(-1)
         is_right = [row[wanted != NO_TARGET].cpu().numpy() for row, wanted in zip(said == targets, targets)]
-        found[name] = is_right, row_nats(model, states, targets).cpu().numpy()
-    return found
+        steps = None if latents is None else (latents.lengths * is_token).sum(-1).cpu().numpy()
+        return _Found(is_right, row_nats(model, states, targets).cpu().numpy(), steps)
+
+    lines = {}
+    for setting in scores.settings:
+        outputs = model.model(ids, num_passes=scores.num_passes, use_cache=False, **setting.options)
+        passes = outputs.pass_latents or [None] * scores.num_passes
+        for name, states, latents in zip(scores.passes(setting), outputs.pass_hidden_states, passes):
+            lines[name] = found(states, latents)
+        if (exact := scores.exact(setting)) is not None:
+            outputs = model.model(ids, num_passes=EXACT, use_cache=False, **setting.options)
+            lines[exact] = found(outputs.last_hidden_state, outputs.latents)
+    model.train(was_training)
+    return lines
 
 
 def _padded(rows: Sequence[np.ndarray], value: int) -> Tensor:
