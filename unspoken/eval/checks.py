@@ -5,100 +5,25 @@ score. Token ids are random, sequences short and of odd lengths. The oracles are
 keep no cache and know no padding; they share the model's weights and nothing of its passes.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from unspoken.errors import UnspokenError
+from unspoken.eval.subject import Subject, deviation
 from unspoken.latent import reference
 from unspoken.models.backbone import input_multiplier
+from unspoken.models.drift import Drift, drift
+from unspoken.models.knobs import takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.models.recycler import RecyclerForCausalLM
 
 LENGTHS = (5, 9, 13)
-NUM_NEW_TOKENS = 6
 NUM_BEAMS = 4
-MAX_PASSES = 3
-AWAKE = 0.5  # size of what a random adapter adds, relative to a token's embedding
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The model under test, with what the checks need of it."""
-
-    model: LatentForCausalLM
-    seed: int = 0
-
-    @property
-    def recycles(self) -> bool:
-        return isinstance(self.model, RecyclerForCausalLM)
-
-    @property
-    def num_passes(self) -> int:
-        return MAX_PASSES if self.recycles else 1
-
-    @property
-    def prefills(self) -> list[int]:
-        """The numbers of prefill passes to try."""
-        return sorted({1, 2, self.model.config.num_prefill_passes}) if self.recycles else [1]
-
-    def ids(self, batch: int, length: int, draw: int = 0) -> Tensor:
-        """Random token ids [batch, length], the same for equal arguments."""
-        generator = torch.Generator().manual_seed(self.seed * 1000 + draw * 100 + length)
-        return torch.randint(self.model.config.vocab_size, (batch, length), generator=generator).to(self.model.device)
-
-    def head(self, hidden_states: Tensor) -> Tensor:
-        return self.model.transform(self.model.lm_head(hidden_states))
-
-    def pass_logits(self, input_ids: Tensor, num_passes: int | None = None, **inputs: Any) -> Tensor:
-        """Logits of every parallel pass, [k, B, T, V]."""
-        outputs = self.model.model(input_ids, num_passes=num_passes or self.num_passes, **inputs)
-        return self.head(torch.stack(outputs.pass_hidden_states))
-
-    def exact_logits(self, input_ids: Tensor, **inputs: Any) -> Tensor:
-        return self.head(self.model.model(input_ids, num_passes="exact", **inputs).last_hidden_state)
-
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        """Without a mask every token is real: `generate` would take those that look like padding for padding."""
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        options = {"do_sample": False, "max_new_tokens": NUM_NEW_TOKENS, "return_dict_in_generate": True, **options}
-        return self.model.generate(input_ids, attention_mask=mask, **options)  # type: ignore[operator]
-
-    def greedy(self, input_ids: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Generated ids [B, n] and the logits they were chosen from, [B, n, V]."""
-        outputs = self.generate(input_ids, output_logits=True, **inputs)
-        return outputs.sequences[:, input_ids.shape[1] :], torch.stack(outputs.logits, dim=1)
-
-    def reference(self) -> tuple[reference.Backbone, reference.Adapter]:
-        """Backbone and adapter as the oracles want them; both see what enters the first layer."""
-        scale = input_multiplier(self.model.config.text_config)
-
-        def backbone(inputs: Tensor) -> Tensor:
-            return self.model.model.backbone(inputs_embeds=inputs / scale, use_cache=False).last_hidden_state
-
-        return backbone, self.model.model.adapter if self.recycles else torch.zeros_like
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.model.model.embed(input_ids, None) * input_multiplier(self.model.config.text_config)
-
-    def decoding_logits(self, input_ids: Tensor, prompt_length: int, num_passes: int) -> Tensor:
-        """What decoding must compute from the prompt's last position on, [B, T - prompt_length + 1, V]."""
-        hidden = reference.prefill_then_decode(*self.reference(), self.embed(input_ids), prompt_length, num_passes)
-        return self.head(hidden[:, prompt_length - 1 :])
-
-
-def deviation(actual: Tensor, expected: Tensor) -> float:
-    """Infinite when anything is not a finite number."""
-    largest = (actual.double() - expected.double()).abs().max().item()
-    return largest / max(1.0, expected.abs().max().item()) if math.isfinite(largest) else math.inf
 
 
 def decode_is_reference(subject: Subject) -> float:
@@ -179,6 +104,31 @@ def cached_is_uncached(subject: Subject) -> float:
     return max(worst, deviation(both, expected))
 
 
+def chunks_are_whole(subject: Subject) -> float:
+    """A prompt read in chunks, down to a token, against the same in one go, for each number of prefill passes."""
+    prompt, worst = subject.ids(1, LENGTHS[1]), 0.0
+    for k in subject.prefills:
+        whole = subject.greedy(prompt, num_passes=k)
+        for size in (1, 4):
+            new, logits = subject.greedy(prompt, num_passes=k, prefill_chunk_size=size)
+            worst = max(worst, _decoding_deviation((new[0], logits[0]), whole))
+    return worst
+
+
+def steps_are_sequential(subject: Subject) -> float:
+    """All tokens' latent steps in one forward against token by token, step by step; also with no room for any."""
+    ids = subject.ids(2, LENGTHS[1])
+    embeds = subject.embed(ids)
+    expected = subject.head(subject.thinking_body(embeds))
+    plain = subject.model.model(ids, num_passes=1, use_cache=False, max_latent_steps=0).last_hidden_state
+    scale = input_multiplier(subject.model.config.text_config)
+    backbone = subject.model.model.backbone(inputs_embeds=embeds / scale, use_cache=False).last_hidden_state
+    return max(
+        deviation(subject.pass_logits(ids, 1, use_cache=False)[0], expected),
+        deviation(subject.head(plain), subject.head(backbone)),
+    )
+
+
 def past_ignores_future(subject: Subject) -> float:
     """Every position's logits, in every pass, before and after all later tokens are replaced."""
     length = LENGTHS[2]
@@ -215,7 +165,8 @@ def reloaded_is_saved(subject: Subject) -> float:
 
 
 def base_is_kept(subject: Subject, base: PreTrainedModel) -> float:
-    """Logits against those of the checkpoint that the model was made from; it must have weights of the same shapes."""
+    """Logits, with no latent step, against those of the checkpoint that the model was made from; it must have weights
+    of the same shapes."""
     body = base.model.backbone if isinstance(base, LatentForCausalLM) else base.base_model
     shapes, expected_shapes = _shapes(subject.model.model.backbone), _shapes(body)
     for name in expected_shapes | shapes:
@@ -224,7 +175,15 @@ def base_is_kept(subject: Subject, base: PreTrainedModel) -> float:
             raise UnspokenError(f"another model than the base: its {name} is {here}, the base's {there}")
     ids = subject.ids(2, LENGTHS[1])
     expected = base(ids, use_cache=False).logits
-    return max(deviation(logits, expected) for logits in subject.pass_logits(ids, use_cache=False))
+    plain = {"max_latent_steps": 0} if takes_latent_steps(subject.model) else {}
+    return max(deviation(logits, expected) for logits in subject.pass_logits(ids, use_cache=False, **plain))
+
+
+def base_drift(subject: Subject, base: PreTrainedModel) -> Drift:
+    """How far latent steps take the first pass from the base."""
+    ids = subject.ids(2, LENGTHS[1])
+    one_pass = {"num_passes": 1} if isinstance(base, LatentForCausalLM) else {}
+    return drift(subject.model, ids, base(ids, use_cache=False, **one_pass).logits)
 
 
 CHECKS = {
@@ -234,49 +193,19 @@ CHECKS = {
     "padded = unpadded": padded_is_unpadded,
     "packed = separate": packed_is_separate,
     "cached = uncached": cached_is_uncached,
+    "prefill in chunks = whole": chunks_are_whole,
     "causality": past_ignores_future,
     "k >= length = exact": enough_passes_are_exact,
+    "latent steps = one by one": steps_are_sequential,
     "save/load": reloaded_is_saved,
 }
-BASE_CHECK = "logits = base"
+BASE_CHECK, DRIFT_CHECK = "logits = base", "latent steps stay near base"
 BIT_FOR_BIT = {"save/load", BASE_CHECK}
-OF_RECYCLING = {"k >= length = exact"}
+OF_RECYCLING, OF_LATENT_STEPS = {"k >= length = exact"}, {"latent steps = one by one"}
 
 
 def base_check(base: PreTrainedModel) -> Callable[[Subject], float]:
     return partial(base_is_kept, base=base)
-
-
-@contextmanager
-def neutral_generation(model: PreTrainedModel) -> Iterator[None]:
-    """Generation without the settings saved with the model: no end token, no penalties, no sampling."""
-    saved, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
-    try:
-        yield
-    finally:
-        model.generation_config = saved
-
-
-@contextmanager
-def awake_adapter(model: LatentForCausalLM, seed: int) -> Iterator[bool]:
-    """Give an all-zero adapter random weights meanwhile, without which no check could see a lost or misplaced state.
-
-    Yields whether that was done.
-    """
-    weight = model.model.adapter.proj.weight if isinstance(model, RecyclerForCausalLM) else None
-    if weight is None or weight.any():
-        yield False
-        return
-    embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    size = embedding.float().pow(2).mean().sqrt().item() * model.config.embedding_scale
-    size *= input_multiplier(model.config.text_config)
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * AWAKE * size
-    with torch.no_grad():
-        weight.copy_(noise / weight.shape[1] ** 0.5)
-    try:
-        yield True
-    finally:
-        torch.nn.init.zeros_(weight)
 
 
 def _shapes(module: nn.Module) -> dict[str, str]:

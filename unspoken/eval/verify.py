@@ -20,15 +20,18 @@ from unspoken.eval.checks import (
     BASE_CHECK,
     BIT_FOR_BIT,
     CHECKS,
+    DRIFT_CHECK,
+    OF_LATENT_STEPS,
     OF_RECYCLING,
-    Subject,
-    awake_adapter,
     base_check,
-    neutral_generation,
+    base_drift,
 )
+from unspoken.eval.standins import awake_adapter, awake_router, neutral_generation
+from unspoken.eval.subject import Subject
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import check_model, load_model, load_source
 
+PROBE = (4, 9)  # rows and tokens that a router must tell apart
 DTYPE = "float32"  # unless asked otherwise: in half precision rounding hides what is looked for
 # Rounding over a few dozen layers stays below; in float32 a lost or misplaced state is off by 1e-2 and more.
 TOLERANCES = {torch.float64: 2e-5, torch.float32: 2e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
@@ -50,10 +53,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Verification:
-    """`adapter_was_zero`: a random adapter stood in for the model's in all checks but the last."""
+    """`adapter_was_zero`, `router_was_blind`: a random one stood in for it, except where a base was compared."""
 
     results: list[Result]
     adapter_was_zero: bool
+    router_was_blind: bool
 
     @property
     def passed(self) -> bool:
@@ -85,7 +89,8 @@ def verify(
     on_check: Callable[[str], None] = lambda name: None,
     names: Collection[str] = tuple(CHECKS),
 ) -> Verification:
-    """Run the named checks; with `base`, in the same dtype, also that the model's logits are that one's bit for bit.
+    """Run the named checks; with `base`, in the same dtype, also that the model's logits without latent steps are that
+    one's bit for bit, and with them no further away than the steps' weights allow.
 
     The model is in evaluation mode meanwhile and is left as it was. A check that raises has failed.
     """
@@ -93,21 +98,28 @@ def verify(
     model.eval()
     subject, results = Subject(model, seed), []
     with neutral_generation(model):
-        with awake_adapter(model, seed) as adapter_was_zero:
+        with (
+            awake_adapter(model, seed) as adapter_was_zero,
+            awake_router(model, subject.ids(*PROBE), seed) as router_was_blind,
+        ):
             for name in names:
                 on_check(name)
                 results.append(_run(name, CHECKS[name], subject))
         if base is not None:
             on_check(BASE_CHECK)
             results.append(_run(BASE_CHECK, base_check(base), subject))
+            if subject.takes_steps and results[-1].passed:
+                results.append(_drift(subject, base))
     model.train(was_training)
-    return Verification(results, adapter_was_zero)
+    return Verification(results, adapter_was_zero, router_was_blind)
 
 
 def _run(name: str, check: Callable[[Subject], float], subject: Subject) -> Result:
     tolerance = 0.0 if name in BIT_FOR_BIT else TOLERANCES[subject.model.dtype]
     if name in OF_RECYCLING and not subject.recycles:
-        return Result(name, None, None, tolerance, "a plain model has one pass")
+        return Result(name, None, None, tolerance, "a model that does not recycle has one pass")
+    if name in OF_LATENT_STEPS and not subject.takes_steps:
+        return Result(name, None, None, tolerance, "the model takes no latent steps")
     try:
         worst = check(subject)
     except Exception as error:
@@ -118,6 +130,15 @@ def _run(name: str, check: Callable[[Subject], float], subject: Subject) -> Resu
     passed = worst <= tolerance
     is_trained = name == BASE_CHECK and not passed
     return Result(name, passed, worst, tolerance, "differs too once a model is trained" if is_trained else "")
+
+
+def _drift(subject: Subject, base: PreTrainedModel) -> Result:
+    """The deviation is not relative here, and its tolerance is the bound."""
+    found = base_drift(subject, base)
+    note = (
+        f"{found.latent_length:.2f} latent steps a token, which weigh {found.weight:.2g} at most; logits, not relative"
+    )
+    return Result(DRIFT_CHECK, found.holds, found.measured, found.bound, note)
 
 
 def _print(console: Console, args: argparse.Namespace, model: LatentForCausalLM, verification: Verification) -> None:
@@ -135,9 +156,11 @@ def _print(console: Console, args: argparse.Namespace, model: LatentForCausalLM,
     for result in verification.results:
         if result.note:
             console.print(f"{result.name}: {result.note}", highlight=False, markup=False, soft_wrap=True)
+    what = "a random one stood in for it" + (", except against the base" if args.base else "")
     if verification.adapter_was_zero:
-        what = "a random one stood in for it" + (f", except in '{BASE_CHECK}'" if args.base else "")
         console.print(f"the adapter is all zero, and with it no state could go wrong: {what}", soft_wrap=True)
+    if verification.router_was_blind:
+        console.print(f"the router tells no tokens apart, so no decision could go wrong: {what}", soft_wrap=True)
 
 
 def _as_dict(args: argparse.Namespace, model: LatentForCausalLM, verification: Verification) -> dict:
@@ -149,6 +172,7 @@ def _as_dict(args: argparse.Namespace, model: LatentForCausalLM, verification: V
         "device": str(model.device),
         "seed": args.seed,
         "adapter_was_zero": verification.adapter_was_zero,
+        "router_was_blind": verification.router_was_blind,
         "checks": [asdict(result) for result in verification.results],
         "versions": {
             "python": platform.python_version(),

@@ -89,6 +89,35 @@ class Grid:
         return backbone(torch.cat(self.inputs, dim=1), torch.tensor(self.times), self.visible())[:, -1:]
 
 
+def one_token(
+    grid: Grid,
+    backbone: GridBackbone,
+    gate: Gate,
+    entry: Tensor,
+    time: int,
+    max_latent_steps: int,
+    threshold: float,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """All steps of the next token, whose input is `entry` [1, 1, d]: their states [1, 1, d], and their weights."""
+    states: list[Tensor] = []
+    weights: list[Tensor] = []
+    reach = entry.new_ones(())
+    for step in range(1, max_latent_steps + 2):
+        states.append(grid.run(backbone, entry, time, step))
+        next_reach = reach * gate(states[-1], step) if step <= max_latent_steps else reach * 0.0
+        if step > max_latent_steps or next_reach < threshold:
+            weights.append(reach)
+            break
+        weights.append(reach - next_reach)
+        reach, entry = next_reach, states[-1]
+    return states, weights
+
+
+def mixed(states: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """z_final [1, 1, d]."""
+    return torch.stack([w * z for w, z in zip(weights, states, strict=True)]).sum(0)
+
+
 def latent_steps(
     backbone: GridBackbone,
     gate: Gate,
@@ -111,17 +140,8 @@ def latent_steps(
         entry = embeddings[:, t : t + 1]
         if adapter is not None and t > 0:
             entry = entry + adapter(finals[-1])
-        states, weights = [], []
-        reach = embeddings.new_ones(())
-        for step in range(1, max_latent_steps + 2):
-            states.append(grid.run(backbone, entry, t, step))
-            next_reach = reach * gate(states[-1], step) if step <= max_latent_steps else reach * 0.0
-            if step > max_latent_steps or next_reach < threshold:
-                weights.append(reach)
-                break
-            weights.append(reach - next_reach)
-            reach, entry = next_reach, states[-1]
-        finals.append(torch.stack([w * z for w, z in zip(weights, states, strict=True)]).sum(0))
+        states, weights = one_token(grid, backbone, gate, entry, t, max_latent_steps, threshold)
+        finals.append(mixed(states, weights))
         all_states.append(states)
         all_weights.append(weights)
     return torch.cat(finals, dim=1), all_states, all_weights

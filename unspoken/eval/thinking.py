@@ -1,0 +1,93 @@
+"""The sequential reference of latent steps as one function of inputs, which stands where a backbone does.
+
+    body(inputs [B, T, d]) -> z_final [B, T, d]      token by token, step by step, everything run anew for each
+
+In the backbone's place it makes every oracle of `latent/reference.py` that of a model with latent steps. It shares the
+model's weights and gates, and nothing of its gathering, its masks and its slots.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unspoken.latent.reference import Grid, mixed, one_token
+from unspoken.latent.visibility import mask_function
+from unspoken.models.backbone import input_multiplier
+
+
+class ThinkingBody:
+    """model: one with latent steps, in evaluation mode, that goes as deep as its configuration says."""
+
+    def __init__(self, model: Any):
+        self.model, self.config = model.model, model.config
+        self.knobs = self.model.knobs(None, None, None)
+        self.seen: list[_Row] = []
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return torch.cat([torch.cat(self._read(row).finals, dim=1) for row in inputs.split(1)])
+
+    def _read(self, inputs: Tensor) -> "_Row":
+        """inputs [1, T, d]. What was made of a beginning is not made again: no token there can tell what follows."""
+        row = max((row.shared_with(inputs) for row in self.seen), key=lambda row: len(row.finals), default=_Row(inputs))
+        for time in range(len(row.finals), inputs.shape[1]):
+            entry = inputs[:, time : time + 1]
+            depth, threshold = self.knobs.last_step - 1, self.knobs.exit_threshold
+            row.finals.append(mixed(*one_token(row.grid, self._run, self._gate, entry, time, depth, threshold)))
+        self.seen.append(row)
+        return row
+
+    def _gate(self, state: Tensor, step: int) -> Tensor:
+        if self.knobs.exit_at_step is not None:
+            return state.new_ones(())
+        return torch.sigmoid(self.model.router(state, step)).squeeze()
+
+    def _run(self, inputs: Tensor, times: Tensor, visible: Tensor) -> Tensor:
+        """The backbone over any entries of the grid, told in a mask of its own who sees whom."""
+        times, visible = times.to(inputs.device), visible.to(inputs.device)
+        text_config = self.config.text_config
+        make = mask_function(text_config)
+
+        def mask(window: int | None) -> Any:
+            seen = visible if window is None else visible & (times > times.unsqueeze(-1) - window)
+            return make(
+                batch_size=1,
+                q_length=len(times),
+                kv_length=len(times),
+                mask_function=lambda batch, head, query, key: seen[query, key],
+                allow_is_causal_skip=False,
+                dtype=inputs.dtype,
+                device=inputs.device,
+            )
+
+        window, types = getattr(text_config, "sliding_window", None), getattr(text_config, "layer_types", None)
+        masks = mask(window)
+        if types is not None:
+            masks = {kind: mask(window if kind == "sliding_attention" else None) for kind in set(types)}
+        outputs = self.model.backbone(
+            inputs_embeds=inputs / input_multiplier(text_config),
+            attention_mask=masks,
+            position_ids=times[None],
+            use_cache=False,
+        )
+        return outputs.last_hidden_state
+
+
+class _Row:
+    """One row as far as it was read: what its tokens' steps were given, and their z_final."""
+
+    def __init__(self, inputs: Tensor):
+        self.inputs, self.grid = inputs, Grid()
+        self.finals: list[Tensor] = []
+
+    def shared_with(self, inputs: Tensor) -> "_Row":
+        """The beginning that this row and `inputs` have in common, as a beginning of `inputs`."""
+        size = min(self.inputs.shape[1], inputs.shape[1])
+        same = (self.inputs[0, :size] == inputs[0, :size]).all(-1)
+        num_tokens = int(same.long().cumprod(0).sum())
+        num_entries = sum(time < num_tokens for time in self.grid.times)
+        row = _Row(inputs)
+        row.finals = self.finals[:num_tokens]
+        grid = self.grid
+        row.grid = Grid(grid.inputs[:num_entries], grid.times[:num_entries], grid.steps[:num_entries])
+        return row
