@@ -46,6 +46,8 @@ class Target:
         return (self.at_least is None or ratio >= self.at_least) and (self.at_most is None or ratio <= self.at_most)
 
     def __str__(self) -> str:
+        if self.at_least is not None and self.at_most is not None:
+            return f"{self.at_least} to {self.at_most}"
         return f">= {self.at_least}" if self.at_least is not None else f"<= {self.at_most}"
 
 

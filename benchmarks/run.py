@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-NAMES = ("decode", "train_step", "loss_memory", "loop_overhead", "throughput", "pass_memory")
+NAMES = ("decode", "train_step", "loss_memory", "loop_overhead", "throughput", "pass_memory", "latent_work")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
 
 

@@ -15,6 +15,7 @@ from benchmarks import (
     gpu,
     gpu_checks,
     isolated,
+    latent_work,
     loop_overhead,
     loss_memory,
     pass_memory,
@@ -41,9 +42,10 @@ ROUNDS = {"rounds": 1, "warmup_rounds": 0}
 
 @pytest.fixture(autouse=True)
 def quick_ceilings(monkeypatch):
-    for module in (decode, train_step, loss_memory):
+    for module in (decode, train_step, loss_memory, latent_work):
         monkeypatch.setattr(module, "matmul_flops_per_second", lambda dtype: 1e9)
-    monkeypatch.setattr(decode, "read_bytes_per_second", lambda: 1e9)
+    for module in (decode, latent_work):
+        monkeypatch.setattr(module, "read_bytes_per_second", lambda: 1e9)
 
 
 def arms(adapter: float = 0.0) -> Arms:
@@ -271,6 +273,42 @@ def test_a_step_of_two_processes_has_the_gradients_of_one():
     assert checks and len(both["gradients"]) == 31 and both["step_bytes"] > 0
     assert (alone["gathers"], both["units"]) == (0, 4) and both["gathers"] > 4 and both["reductions"] > 4
     assert 2 * both["gradient_bytes"] == alone["gradient_bytes"]
+
+
+WORK = {
+    "vocab_size": 40, "train_batch": 2, "train_tokens": 12, "prompt_tokens": 6, "new_tokens": 3, **ROUNDS,
+}  # fmt: skip
+
+
+def test_latent_work_is_counted_as_it_is_computed():
+    model, checks = latent_work.build(latent_work.QUICK["tiny"], 40), []
+    model.set_attn_implementation("eager")  # the counter sees matrix products
+    lengths, ids = latent_work.drawn_lengths(0.4, 2, 12), torch.ones(2, 12, dtype=torch.long)
+    assert lengths.sum(-1).tolist() == [22, 22], "of 36 steps a row"
+    with latent_work.Forced(model.train()) as forced:
+        seen = counted_flops(lambda: latent_work._timed_step(forced, ids, lengths, checks))
+    assert seen == latent_work.training_flops(latent_work.model_flops(model), lengths, is_dense=True)
+    assert checks == ["every token took the steps drawn for it"] and "_gate" not in vars(model.model)
+
+
+def test_latent_work_compares_times_with_flops():
+    model, checks = latent_work.build(latent_work.QUICK["tiny"], 40), []
+    rows = latent_work.training("tiny", model, WORK, checks) + latent_work.decoding("tiny", model, 2, WORK, checks)
+    assert len(rows) == 15 and len(checks) == 3 and [row.ratio is None for row in rows[:5]] == [True] + [False] * 4
+    half = rows[3]
+    assert float(half.case["FLOPs"]) == pytest.approx(0.69, abs=0.01) and half.arm == "prune 40%"
+    assert half.target.at_most == pytest.approx(1.1 * float(half.case["FLOPs"]), abs=2e-3)
+    assert str(Target(0.9, 1.1)) == "0.9 to 1.1" and rows[2].target is None
+    cache = [row for row in rows if row.case["phase"] == "cache"]
+    assert cache[0].ceiling == cache[0].value.median and cache[0].case["runs a token"] == "4.000"
+    assert cache[0].value.median == pytest.approx(4 * (2 * 2 * 32 * 4 + 16) / 1024), "two layers' keys and values"
+
+
+def test_latent_work_refuses_tokens_that_take_other_steps(monkeypatch):
+    model = latent_work.build(latent_work.QUICK["tiny"], 40)
+    monkeypatch.setattr(latent_work.Forced, "_gate", lambda self, *asked: self._asked(*asked))
+    with pytest.raises(RedCheckError, match="every token took the steps"):
+        latent_work.training("tiny", model, WORK, [])
 
 
 def test_the_gpu_command_runs_whole_on_a_cpu(tmp_path, capsys):
