@@ -82,6 +82,8 @@ finally:
         ["convert", "--model", "x", "--out", "y", "--method", "looped"],
         ["generate", "x"],
         ["generate", "x", "--prompt", "a", "--max-new-tokens", "many"],
+        ["generate", "x", "--prompt", "a", "--exit-threshold", "0.1", "--exit-at-step", "last"],
+        ["convert", "--model", "x", "--out", "y", "--router-bias", "low"],
         ["chat"],
         ["data"],
         ["eval"],

@@ -312,7 +312,7 @@ def test_command_line_with_latent_steps(tmp_path, capsys, method, monkeypatch):
     )
     printed = capsys.readouterr().out
     assert "without latent steps, logits equal the source's bit for bit" in printed
-    assert "with them (1.00 a token), logits differ by at most" in printed and "at a weight of 0.0474" in printed
+    assert "with them (1.00 a token), logits differ by at most" in printed and "(at a weight of 0.0474)" in printed
     config = json.loads((out / "config.json").read_text())
     assert (config["max_latent_steps"], config["router_bias"], config["exit_threshold"]) == (2, -3, 0.02)
     assert config["embedding_scale"] == 3.0

@@ -133,12 +133,12 @@ def _run(name: str, check: Callable[[Subject], float], subject: Subject) -> Resu
 
 
 def _drift(subject: Subject, base: PreTrainedModel) -> Result:
-    """The deviation is not relative here, and its tolerance is the bound."""
+    """The deviation is not relative here, and its tolerance is the bound and what rounding may do."""
     found = base_drift(subject, base)
     note = (
         f"{found.latent_length:.2f} latent steps a token, which weigh {found.weight:.2g} at most; logits, not relative"
     )
-    return Result(DRIFT_CHECK, found.holds, found.measured, found.bound, note)
+    return Result(DRIFT_CHECK, found.holds, found.measured, found.bound + found.rounding, note)
 
 
 def _print(console: Console, args: argparse.Namespace, model: LatentForCausalLM, verification: Verification) -> None:

@@ -18,12 +18,13 @@ from unspoken.models.latent_lm import LatentForCausalLM
 
 @dataclass(frozen=True)
 class Drift:
-    """Over a probe's tokens: the largest difference of logits `measured`, the largest `bound`, the mean
-    `latent_length`, and the largest `weight` of all latent steps of a token. `excess`: how far a token's logits go
-    beyond its own bound and what rounding may do; not above 0 in a sound model."""
+    """Over a probe's tokens: the largest difference of logits `measured`, the largest `bound`, what `rounding` may do
+    beside, the mean `latent_length`, and the largest `weight` of all latent steps of a token. `excess`: how far a
+    token's logits go beyond its own bound and rounding; not above 0 in a sound model."""
 
     measured: float
     bound: float
+    rounding: float
     weight: float
     latent_length: float
     excess: float
@@ -33,7 +34,10 @@ class Drift:
         return self.excess <= 0  # False for what is not a number
 
     def __str__(self) -> str:
-        return f"{self.measured:.3g}, bound {self.bound:.3g} at a weight of {self.weight:.3g}"
+        return (
+            f"{self.measured:.3g}, bound {self.bound:.3g} (at a weight of {self.weight:.3g}) and rounding "
+            f"{self.rounding:.1g}"
+        )
 
 
 @torch.no_grad()
@@ -52,10 +56,12 @@ def drift(model: LatentForCausalLM, input_ids: Tensor, expected: Tensor) -> Drif
     measured = (outputs.logits.double() - expected.double()).abs().amax(-1).flatten()
     # z_final and both logits are rounded to the dtype, half an eps each; the head sums d products in float32 at least.
     rounding = 2 * torch.finfo(expected.dtype).eps + model.config.hidden_size**0.5 * torch.finfo(torch.float32).eps
+    rounding *= expected.abs().max().item()
     return Drift(
         measured.max().item(),
         bound.max().item(),
+        rounding,
         weight.max().item(),
         outputs.latents.lengths.double().mean().item(),
-        (measured - bound - rounding * expected.abs().max().double()).max().item(),
+        (measured - bound - rounding).max().item(),
     )
