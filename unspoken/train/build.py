@@ -170,7 +170,7 @@ def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
     source, tokenizer = load_source(name, "float32")
     if tokenizer is not None:
         _check_tokenizer(tokenizer, data, name)
-    if section.method is not None and not isinstance(source, METHODS[section.method]):
+    if section.method is not None and type(source) is not METHODS[section.method]:
         return convert(source, section.method, **_method_fields(section))
     if not isinstance(source, LatentForCausalLM):
         raise UsageError(
