@@ -111,10 +111,10 @@ class Forced:
 
 
 def drawn_lengths(prune: float, batch: int, tokens: int) -> Tensor:
-    """Latent lengths [B, T]: in each row that share of all its tokens' steps is left out, wherever the lot falls."""
+    """Latent lengths [B, T]: that share of all steps is left out, wherever the lot falls."""
     generator = torch.Generator().manual_seed(round(100 * prune))
-    order = torch.rand(batch, tokens * MAX_LATENT_STEPS, generator=generator).argsort(-1)
-    kept = order >= round(prune * order.shape[1])
+    order = torch.randperm(batch * tokens * MAX_LATENT_STEPS, generator=generator)
+    kept = order >= round(prune * len(order))
     return kept.view(batch, tokens, MAX_LATENT_STEPS).sum(-1)
 
 
@@ -187,7 +187,8 @@ def decoding(name: str, model: Any, batch: int, settings: dict[str, Any], checks
     read = weight_bytes(model.model.backbone) / read_bytes_per_second()
     ceilings = {arm: max(counted[arm] / rate, runs[arm] * read) / new for arm in lengths}
     rows = _rows(case, "CPU-seconds per token", rounds, {"FLOPs": counted, "runs": runs}, ceilings)
-    return rows + [_cache_row(name, arm, caches[arm], lengths[arm][:, :prompt]) for arm in lengths]
+    shown = [arm_of(prune) for prune in RATIOS if prune == 0 or prune >= JUDGED_FROM]
+    return rows + [_cache_row(name, arm, caches[arm], lengths[arm][:, :prompt]) for arm in shown]
 
 
 def decoding_flops(flops: ModelFlops, lengths: Tensor, prompt: int) -> int:
