@@ -219,7 +219,8 @@ def test_a_step_that_only_another_process_takes(name):
     gradients, nothing of it in the balancing loss."""
     text = {"output_router_logits": True} if name == "qwen3_moe" else {}
     model, ids = thinking(name, exit_threshold=1.0, text=text).train(), random_ids(2, 5)
-    results = []
+    results, backwards = [], []
+    model.model.backbone.norm.register_full_backward_hook(lambda *_: backwards.append(1))
     for anywhere in (bool, lambda _: True):
         model.model.goes_on_anywhere = anywhere
         outputs = model(ids, labels=ids)
@@ -227,6 +228,7 @@ def test_a_step_that_only_another_process_takes(name):
         results.append((outputs, gradients(model)))
     (alone, expected), (together, found) = results
     assert (len(alone.latents.taken), len(together.latents.taken)) == (1, 4)
+    assert len(backwards) == 1 + 4, "a run without a backward pass would leave another process waiting"
     close(together.loss, alone.loss, 1e-12)
     assert_same(found, expected)
     assert not together.latents.lengths.any()

@@ -207,6 +207,7 @@ def test_no_latent_step_no_slot():
 
 
 def test_an_empty_cache_has_taken_no_steps():
+    assert slot_table(DynamicCache(), 2).is_flat
     with pytest.raises(CacheError, match="the cache is empty"):
         slot_table(DynamicCache(), 2).latent_steps  # noqa: B018  # a property that raises
 
