@@ -74,7 +74,9 @@ def test_trainer_checkpoints_evaluates_predicts_and_saves(tmp_path):
     assert torch.equal(loaded.model.router.gates[0].weight, model.model.router.gates[0].weight)
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "packing", [pytest.param(False, id="padded"), pytest.param(True, id="packed", marks=pytest.mark.slow)]
+)
 def test_trl_sft(packing, tokenizer, tmp_path):  # noqa: F811
     """B39: TRL calls the base model and the head by itself. The router learns from the mixture's loss; the penalty,
     which lives in the head model's forward, is not in it."""
@@ -108,6 +110,7 @@ def test_trl_sft(packing, tokenizer, tmp_path):  # noqa: F811
     assert not torch.equal(model.model.router.gates[0].weight, before)
 
 
+@pytest.mark.slow
 def test_trl_grpo(tokenizer, tmp_path):  # noqa: F811
     """B51: rollouts with a cache although checkpointing is on, and no flood of warnings."""
     from trl import GRPOConfig, GRPOTrainer

@@ -33,7 +33,7 @@ def by_hand(model, row, **options) -> tuple[float, int]:
     return nats.item(), int(outputs.latents.lengths.sum())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["adaptive", pytest.param("adaptive_recycler", marks=pytest.mark.slow)])
 def test_losses_and_latent_lengths_of_each_threshold(shards, method):
     """Of padded batches, against rows alone; of the recycling model, each pass and the exact recurrence."""
     model, rows = texts.text_model(method, torch.float64), cut_rows(shards, 24, 9)
