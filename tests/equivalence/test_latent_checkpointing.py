@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from tests.equivalence.test_latent_decoding import greedy, thinking
+from tests.equivalence.test_latent_decoding import Runs, greedy, thinking
 from tests.equivalence.test_latent_training import LOUD, assert_same, gradients
 from tests.equivalence.test_training import batch_of_rows
 from tests.families import ALL, REPRESENTATIVE, plain_model, random_ids
@@ -120,10 +120,11 @@ def test_the_layers_of_a_model_without_latent_steps_checkpoint_themselves():
 def test_generation_from_a_model_that_checkpoints(name):
     """B51, in training mode too."""
     model, prompt = thinking(name), random_ids(1, 6)
-    expected = greedy(model, prompt, 4)
-    checkpointing(model)
+    expected, runs = greedy(model, prompt, 4), Runs(checkpointing(model))
     for training in (True, False):
+        runs.shapes.clear()
         assert torch.equal(greedy(model.train(training), prompt, 4), expected)
+        assert [columns for _, columns in runs.shapes[-3:]] == [1, 1, 1]
 
 
 def test_dropout_is_the_same_in_the_second_run():

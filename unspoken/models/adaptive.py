@@ -329,9 +329,8 @@ class _Mixture:
             self.total, self.dtype = part.flatten(0, 1), hidden.dtype
             return
         assert self.total is not None
+        # In the graph also where nothing is taken, in a step that only another process's tokens need.
         self.total = self.total.index_add(0, tokens[taken], part[taken])
-        if not taken.any() and torch.is_grad_enabled():
-            self.total = self.total + part.sum() * 0.0  # another process's step: in the graph here too
 
     def state(self) -> Tensor:
         assert self.total is not None and self.dtype is not None
