@@ -38,7 +38,7 @@ def run(quick: bool) -> Result:
         "train_tokens": 16 if quick else 256,
         "prompt_tokens": 8 if quick else 128,
         "new_tokens": 4 if quick else 16,
-        "rounds": 2 if quick else 5,
+        "rounds": 2 if quick else 7,
         "warmup_rounds": 1,
     }
     result = Result(
