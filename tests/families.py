@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from unspoken import AdaptiveLatentConfig, AdaptiveLatentForCausalLM, RecyclerConfig, RecyclerForCausalLM
+from unspoken import (
+    AdaptiveLatentConfig,
+    AdaptiveLatentForCausalLM,
+    AdaptiveRecyclerConfig,
+    AdaptiveRecyclerForCausalLM,
+    RecyclerConfig,
+    RecyclerForCausalLM,
+)
 
 VOCAB_SIZE = 64
 PAD, BOS, EOS = 0, 1, 2
@@ -93,6 +100,13 @@ def adaptive_model(
     config = AdaptiveLatentConfig(text_config=text_config(name, **fields.pop("text", {})), **fields)
     _use_plain_experts(config, dtype)
     return randomise(AdaptiveLatentForCausalLM(config), seed).to(dtype).eval()
+
+
+def adaptive_recycler_model(name: str, seed: int = 0, **fields: Any) -> AdaptiveRecyclerForCausalLM:
+    """Both methods in one, in evaluation mode and float64."""
+    config = AdaptiveRecyclerConfig(text_config=text_config(name), **fields)
+    _use_plain_experts(config, torch.float64)
+    return randomise(AdaptiveRecyclerForCausalLM(config), seed).double().eval()
 
 
 def plain_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -146,6 +146,7 @@ def adaptive_oracle(
         embed(model, input_ids),
         config.max_latent_steps if max_latent_steps is None else max_latent_steps,
         config.exit_threshold if exit_threshold is None else exit_threshold,
+        adapter=getattr(model.model, "adapter", None),
     )
     assert all(abs(sum(float(weight) for weight in row) - 1) < 1e-12 for row in weights)
     return model.transform(model.lm_head(hidden)), [len(row) - 1 for row in states]

@@ -55,7 +55,14 @@ class Run:
     @property
     def num_passes(self) -> int:
         model = self.values["model"]
-        return 1 if model.get("method") == "vanilla" else model.get("num_train_passes") or 2
+        return model.get("num_train_passes") or (2 if "recycler" in str(model.get("method")) else 1)
+
+    @property
+    def runs_per_token(self) -> float:
+        """Runs of the backbone that a token costs in training: of adaptive depth, half of what it may take is guessed."""
+        model = self.values["model"]
+        latent_steps = model.get("max_latent_steps") or 3 if "adaptive" in str(model.get("method")) else 0
+        return self.num_passes * (1 + latent_steps * (1 if model.get("router") == "none" else 0.5))
 
 
 class Arms:

@@ -13,6 +13,7 @@ from unspoken.errors import UnspokenError
 from unspoken.paper.answers import answer_tables
 from unspoken.paper.arms import Arms, Run
 from unspoken.paper.environment import PROGRAM, interrupt_on_signals, prepare_environment
+from unspoken.paper.latent import latent_tables
 from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.plan import Plan
 from unspoken.paper.report import comparison_rows, loss_rows, write_results
@@ -75,10 +76,10 @@ def _run(pipeline: Pipeline, plan: Plan, selected: Sequence[str], jobs: int, con
 def _show(results: Results, console: Console) -> None:
     """The tables in short; table.md has them whole."""
     _print(console, *loss_rows(results), skip=("6ND", "bits per byte"))
-    for answers in answer_tables(results):
-        _print(console, *answers, skip=())
-    headers, rows = comparison_rows(results, only_found=True)
-    named = [[row[0] or row[1], *row[1:]] for row in rows]
+    for headers, rows in (*answer_tables(results), *latent_tables(results)):
+        _print(console, headers, rows, skip=())
+    headers, found = comparison_rows(results, only_found=True)
+    named = [[row[0] or row[1], *row[1:]] for row in found]
     _print(console, headers, named, skip=("comparison", "deviation"))
 
 

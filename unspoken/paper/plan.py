@@ -19,7 +19,7 @@ from unspoken.paper.study import TextSection
 from unspoken.train.folder import MODEL
 
 START_SECONDS = 6.0  # of a command, before it does anything
-SECONDS_PER_PASS_TOKEN = 1.2e-4  # of the small model of recipes/demo, trained on one core
+SECONDS_PER_PASS_TOKEN = 1.2e-4  # and run of the backbone, of the small model of recipes/demo, trained on one core
 QUICK_TEXT = TextSection(corpus=("stdlib",), tokenizer="bpe:512")
 QUICK_EVAL = {"sequence_length": 64, "max_sequences": 8, "batch_size": 8, "samples": 20}
 QUICK_DEPTH = 6
@@ -71,7 +71,7 @@ class Plan:
     def train(self, run: Run) -> Command:
         path = self.recipe_path(run)
         needs = (*(["data"] if self.arms.makes_text else []), *([run.after] if run.after else []))
-        seconds = START_SECONDS + run.total_tokens * run.num_passes * SECONDS_PER_PASS_TOKEN
+        seconds = START_SECONDS + run.total_tokens * run.runs_per_token * SECONDS_PER_PASS_TOKEN
         output = self.out / "runs" / run.name
         return Command(run.name, ("train", str(path)), output, seconds, needs, can_resume=True, recipe=path)
 

@@ -14,6 +14,8 @@ from unspoken.analysis.page import Block, Cell, Code, Figures, Finding, Folded, 
 from unspoken.analysis.report import SMALL_SPAN, curves, machine, settings, text_sources
 from unspoken.paper.answers import CAPTION, answer_tables, lengths, plot_answers
 from unspoken.paper.arms import DATA
+from unspoken.paper.latent import CAPTION as LATENT_CAPTION
+from unspoken.paper.latent import latent_tables, plot_latent_lengths
 from unspoken.paper.pipeline import Pipeline, duration
 from unspoken.paper.results import COUNTED, Found, Results, decoding_loss, mean_curve, mean_loss
 
@@ -48,6 +50,7 @@ def plots(results: Results) -> list[Plot]:
         "curves": _curves,
         "budgets": _budgets,
         "answers": _answers,
+        "latent": _latent,
     }
     return [plot for kind in results.study.file.plots for plot in makers[kind](results)]
 
@@ -100,7 +103,12 @@ def markdown(results: Results) -> str:
     lines = [f"# {study.title}", "", study.question, ""]
     if results.plan.arms.is_quick:
         lines += [QUICK, ""]
-    tables: list[Rows] = [loss_rows(results), *answer_tables(results), comparison_rows(results)]
+    tables: list[Rows] = [
+        loss_rows(results),
+        *answer_tables(results),
+        *latent_tables(results),
+        comparison_rows(results),
+    ]
     for headers, rows in tables:
         lines += [_line(headers), "|" + "---|" * len(headers), *map(_line, rows), ""]
     missing = [f"- {result.run.name}: {result.missing}" for result in results.all if not result.is_done]
@@ -137,6 +145,7 @@ def _html(results: Results, drawn: Sequence[Plot], pipeline: Pipeline) -> str:
         Section("", [*quick, *_findings(results)]),
         Section("Arms", arms),
         *(Section("Right answers", [Table(*answers, CAPTION)]) for answers in answer_tables(results)),
+        *(Section("Latent steps", [Table(*steps, LATENT_CAPTION)]) for steps in latent_tables(results)),
         Section("Differences", [Table(*comparison_rows(results)), Text(READ_WITH_CARE, "soft")]),
         Section("Plots", [Figures([(svg, caption) for _, svg, caption in drawn])]),
         Section("In the paper", [Code(_yaml(study.paper))] if study.paper else [Text("Nothing recorded.", "soft")]),
@@ -267,6 +276,11 @@ def _budgets(results: Results) -> list[Plot]:
 
 def _answers(results: Results) -> list[Plot]:
     return [("answers", plot_answers(results), CAPTION)] if lengths(results) else []
+
+
+def _latent(results: Results) -> list[Plot]:
+    plot = plot_latent_lengths(results)
+    return [("latent", plot, "The first seed of each arm.")] if plot else []
 
 
 def _with_budget(found: Found) -> str:

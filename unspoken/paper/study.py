@@ -29,7 +29,7 @@ from unspoken.train.recipe_file import Origins, read_yaml
 
 STUDY = "study.yaml"
 FOLDERS = (Path("recipes/paper"), Path(unspoken.__file__).parents[1] / "recipes/paper")
-Plot = Literal["differences", "depth", "cost", "curves", "budgets", "answers"]
+Plot = Literal["differences", "depth", "cost", "curves", "budgets", "answers", "latent"]
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 _TERM = re.compile(r"(\S+)(?: (k=[1-9]\d*|exact))?")
 
