@@ -59,7 +59,7 @@ class Run:
 
     @property
     def runs_per_token(self) -> float:
-        """Runs of the backbone that a token costs in training: of adaptive depth, half of what it may take is guessed."""
+        """Of the backbone, that a token costs in training: half of the latent steps that it may take, for a guess."""
         model = self.values["model"]
         latent_steps = model.get("max_latent_steps") or 3 if "adaptive" in str(model.get("method")) else 0
         return self.num_passes * (1 + latent_steps * (1 if model.get("router") == "none" else 0.5))
