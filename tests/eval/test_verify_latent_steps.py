@@ -12,7 +12,7 @@ from unspoken.eval.checks import BASE_CHECK, CHECKS, DRIFT_CHECK
 from unspoken.eval.verify import verify
 from unspoken.latent import visibility
 from unspoken.latent.slots import SlotTable
-from unspoken.models import adaptive
+from unspoken.models import adaptive, latent_steps
 
 ONE_BY_ONE = "latent steps = one by one"
 DECODE = "decode = sequential reference"
@@ -48,14 +48,14 @@ def test_models_of_a_fixed_depth_and_of_other_routers_pass(fields):
 
 
 def nobody_is_cut(monkeypatch, model):
-    halt = adaptive.halt
-    monkeypatch.setattr(adaptive, "halt", lambda reach, gate, threshold: halt(reach, gate, 0.0))
+    halt = latent_steps.halt
+    monkeypatch.setattr(latent_steps, "halt", lambda reach, gate, threshold: halt(reach, gate, 0.0))
 
 
 def states_weigh_alike(monkeypatch, model):
-    add = adaptive._Mixture.add
+    add = latent_steps._Mixture.add
     monkeypatch.setattr(
-        adaptive._Mixture,
+        latent_steps._Mixture,
         "add",
         lambda self, hidden, weight, *rest, **more: add(self, hidden, 0.5 + 0 * weight, *rest, **more),
     )
@@ -69,9 +69,9 @@ def sees_deeper_steps(monkeypatch, model):
 
 
 def forgets_deeper_steps(monkeypatch, model):
-    store = adaptive.store
+    store = latent_steps.store
     monkeypatch.setattr(
-        adaptive, "store", lambda cache, table, parts, num_tokens: store(cache, table, parts[:1], num_tokens)
+        latent_steps, "store", lambda cache, table, parts, num_tokens: store(cache, table, parts[:1], num_tokens)
     )
 
 
@@ -84,14 +84,14 @@ def pads_think(monkeypatch, model):
 
 
 def documents_mixed(monkeypatch, model):
-    starts = adaptive.document_starts
-    monkeypatch.setattr(adaptive, "document_starts", lambda position_ids, real: 0 * starts(position_ids, real))
+    starts = latent_steps.document_starts
+    monkeypatch.setattr(latent_steps, "document_starts", lambda position_ids, real: 0 * starts(position_ids, real))
 
 
 def steps_have_positions(monkeypatch, model):
-    of = adaptive._Active.of
+    of = latent_steps._Active.of
     monkeypatch.setattr(
-        adaptive._Active, "of", lambda self, tensor: of(self, tensor) + (tensor.dtype == torch.long) * 1
+        latent_steps._Active, "of", lambda self, tensor: of(self, tensor) + (tensor.dtype == torch.long) * 1
     )
 
 

@@ -11,7 +11,7 @@ from tests.families import ALL, plain_model, randomise
 from unspoken.cli import main
 from unspoken.config import RecyclerConfig, VanillaConfig, scaled_init
 from unspoken.errors import UnspokenError, UnsupportedBackboneError, UsageError
-from unspoken.models import adaptive
+from unspoken.models import latent_steps
 from unspoken.models.convert import convert, export_backbone, save
 from unspoken.models.drift import drift
 from unspoken.models.load import load_model, load_source
@@ -254,9 +254,9 @@ def test_a_drift_beyond_its_bound_is_seen(monkeypatch):
     model = convert(source, "adaptive")
     assert drift(model, IDS[:1], expected).holds
     assert not drift(model, IDS[:1], expected.roll(1, dims=1)).holds
-    add = adaptive._Mixture.add
+    add = latent_steps._Mixture.add
     monkeypatch.setattr(
-        adaptive._Mixture,
+        latent_steps._Mixture,
         "add",
         lambda self, hidden, weight, *rest, **more: add(self, hidden, 1.1 * weight, *rest, **more),
     )
@@ -330,7 +330,7 @@ def test_command_line_with_latent_steps(tmp_path, capsys, method, monkeypatch):
     ]:
         assert run(*options, "--out", str(tmp_path / "none"), *more) == 2, more
         assert message in capsys.readouterr().err
-    monkeypatch.setattr(adaptive._Mixture, "state", lambda self: self.total.view(*self.shape[:2], -1) * 1.05)
+    monkeypatch.setattr(latent_steps._Mixture, "state", lambda self: self.total.view(*self.shape[:2], -1) * 1.05)
     assert run(*options, "--out", str(tmp_path / "none")) == 1
     assert "latent steps change its logits by more than they may" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()

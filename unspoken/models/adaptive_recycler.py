@@ -1,7 +1,7 @@
 """Recycler and adaptive latent CoT in one: each token takes latent steps, and z_final is what is recycled.
 
 Every pass of the Recycler, and every token of its recurrence, is a whole forward of adaptive latent CoT. Nothing else
-is new: the passes are `recycler.py`'s, the steps `adaptive.py`'s, and a cache carries both slots and state.
+is new: the passes are `recycler.py`'s, the steps `latent_steps.py`'s, and a cache carries both slots and state.
 """
 
 import torch
@@ -10,8 +10,9 @@ from transformers.cache_utils import Cache
 
 from unspoken.config import AdaptiveRecyclerConfig
 from unspoken.latent.halting import Router
-from unspoken.models.adaptive import AdaptiveHead, TakesLatentSteps
+from unspoken.models.adaptive import AdaptiveHead
 from unspoken.models.inputs import refuse_unknown
+from unspoken.models.latent_steps import TakesLatentSteps
 from unspoken.models.recycler import RecyclerForCausalLM, RecyclerModel
 
 KNOBS = ("max_latent_steps", "exit_threshold", "exit_at_step")

@@ -32,7 +32,7 @@ class LatentModelOutput(ModelOutput):
     """`last_hidden_state` [B, T, d] is the last pass's; `pass_hidden_states` holds all k passes' when they ran in
     parallel (None in decoding); `router_logits` concatenates the passes'. `segments` are the cuts of a forward that was
     `segmented`, see `models/segments.py`; `pass_latents` are each pass's latent steps, `latents` the last pass's: see
-    `models/adaptive.py`."""
+    `models/latent_steps.py`."""
 
     last_hidden_state: Tensor = None  # type: ignore[assignment]  # ModelOutput wants defaults
     cache: Cache | None = None

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unspoken.errors import UnspokenError, UsageError
-from unspoken.models.adaptive import TakesLatentSteps
 from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.latent_steps import TakesLatentSteps
 from unspoken.models.segments import backward_by_pass
 from unspoken.train.recipe import TrainSection
 

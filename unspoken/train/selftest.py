@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from unspoken.errors import UnspokenError
-from unspoken.models.adaptive import TakesLatentSteps
+from unspoken.models.latent_steps import TakesLatentSteps
 from unspoken.train.optim import group_of
 from unspoken.train.parallel import Engine, share_of
 from unspoken.train.recipe import TrainSection

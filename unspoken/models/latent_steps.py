@@ -1,0 +1,390 @@
+"""Adaptive latent CoT: a token's state goes through the backbone again until a router lets the token go.
+
+    step 1        all tokens, as in a plain model
+    step k + 1    the tokens that go on, gathered; their inputs are their own states z^(k), after the final norm
+    z_final       the mixture of each token's states; it meets the head, once
+
+Steps of a token share its position id. A query reads keys and values of its own step and below (`latent/
+visibility.py`), which earlier runs have made and nothing makes again. So a forward over many tokens computes what
+decoding computes, at every k, and a batch's row costs nothing once its tokens have exited. The models that take them
+are in `adaptive.py` and `adaptive_recycler.py`.
+
+Source: Adaptive latent CoT section 3; oracle: `latent/reference.py` `latent_steps`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import Cache
+
+from unspoken.config import check_latent_steps
+from unspoken.latent.halting import Halting, Router, halt
+from unspoken.latent.recycle import document_starts
+from unspoken.latent.slots import Part, SlotTable, run_cache, slot_table, store, stored_part, written
+from unspoken.latent.visibility import Entries, grid_masks, joined, mask_function
+from unspoken.models.backbone import input_multiplier
+from unspoken.models.inputs import document_mask
+from unspoken.models.latent_lm import LatentModelOutput
+
+
+@dataclass
+class Knobs:
+    """How deep a forward may go; the configuration's values unless the call says otherwise."""
+
+    max_latent_steps: int
+    exit_threshold: float
+    exit_at_step: int | None
+
+    @property
+    def last_step(self) -> int:
+        return self.exit_at_step or self.max_latent_steps + 1
+
+
+@dataclass
+class LatentStep:
+    """One step of a forward, for the n tokens that took it, [n] each: `token` is b * T + t. gate: None at a last step.
+    hidden [n, d], weight: what the step adds to the mixture."""
+
+    token: Tensor
+    hidden: Tensor
+    reach: Tensor
+    gate: Tensor | None
+    weight: Tensor
+    goes_on: Tensor
+
+
+@dataclass
+class Latents:
+    """What a forward's latent steps were. lengths int64 [B, T]: latent steps of each token, 0 at pads. taken: for each
+    run of the backbone, which of its entries [b, Q] are tokens. penalty: what the loss counts for going on."""
+
+    lengths: Tensor
+    steps: list[LatentStep]
+    taken: list[Tensor]
+    penalty: Tensor | None = None
+
+    def followed_by(self, other: "Latents") -> "Latents":
+        """The lengths of two forwards' tokens, one after the other; their steps are left out."""
+        return Latents(torch.cat([self.lengths, other.lengths], dim=1), [], [])
+
+    def sums(self, num_targets: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """For the log, each with what it is a mean over: latent steps (tokens), the penalty (targets), gates that a
+        cut overruled (cuts): should they fall for good, tokens will not go on again."""
+        device = self.lengths.device
+        num_tokens = self.taken[0].sum() if self.taken else torch.tensor(self.lengths.numel(), device=device)
+        found = {"latent_length": (self.lengths.sum(), num_tokens)}
+        if self.penalty is not None:
+            found["adaptive_loss"] = self.penalty * num_targets, torch.tensor(num_targets, device=device)
+        asked = [step for step in self.steps if step.gate is not None]
+        if asked:
+            gates = torch.cat([step.gate[~step.goes_on] for step in asked if step.gate is not None]).detach()
+            found["gate_at_cut"] = gates.sum(), torch.tensor(len(gates), device=device)
+        return found
+
+
+@dataclass
+class _Active:
+    """The tokens of one run: `rows` [b] of the batch (None: all), `columns` [b, Q], `taken` bool [b, Q] (False: what
+    fills a short row), and their `reach` [b, Q]."""
+
+    rows: Tensor | None
+    columns: Tensor
+    taken: Tensor
+    reach: Tensor
+
+    def indices(self, num_columns: int) -> Tensor:
+        """b * T + t of each entry [b, Q]."""
+        rows = torch.arange(len(self.columns), device=self.columns.device) if self.rows is None else self.rows
+        return rows.unsqueeze(-1) * num_columns + self.columns
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The entries of a tensor [B, T]."""
+        return (tensor if self.rows is None else tensor[self.rows]).gather(1, self.columns)
+
+
+@dataclass
+class _Tokens:
+    """The tokens of a forward, all [B, T]: which of them are `real`, their `positions` and `documents` (None: one a
+    row). `first`: how many tokens the cache holds before them."""
+
+    columns: Tensor
+    real: Tensor
+    positions: Tensor
+    documents: Tensor | None
+    first: int
+
+    @classmethod
+    def of_forward(
+        cls,
+        embeds: Tensor,
+        real: Tensor | None,
+        position_ids: Tensor | None,
+        documents: Tensor | None,
+        table: SlotTable | None,
+    ) -> "_Tokens":
+        batch, num_columns = embeds.shape[:2]
+        first = 0 if table is None else table.num_tokens
+        columns = torch.arange(num_columns, device=embeds.device).expand(batch, -1)
+        real = torch.ones_like(columns, dtype=torch.bool) if real is None else real
+        positions = columns + first if position_ids is None else position_ids.expand(batch, -1)
+        return cls(columns, real, positions, documents, first)
+
+    def all(self) -> _Active:
+        """Those of the first run; its pads are not taken."""
+        return _Active(None, self.columns, self.real, torch.ones_like(self.columns, dtype=torch.float32))
+
+    def entries(self, active: _Active, step: int) -> Entries:
+        """What a run of some of them writes."""
+        documents = None if self.documents is None else active.of(self.documents)
+        return Entries(active.columns + self.first, active.taken * step, documents)
+
+
+class TakesLatentSteps:
+    """The steps, for a `LatentModel` with a backbone, a router and a configuration. Mixed in by the models below."""
+
+    backbone: Any
+    router: Router
+    config: Any
+    training: bool
+    gradient_checkpointing: bool = False
+    goes_on_anywhere: Callable[[bool], bool] = staticmethod(bool)
+    """Whether tokens go on in any process. Shards of a step must be gathered by all of them, or by none."""
+
+    def knobs(self, max_latent_steps: int | None, exit_threshold: float | None, exit_at_step: int | None) -> Knobs:
+        """The configuration's, but for what the call says. A call's `max_latent_steps` overrules an `exit_at_step` of
+        the configuration."""
+        config = self.config
+        if exit_at_step is None and max_latent_steps is None:
+            exit_at_step = config.exit_at_step
+        if max_latent_steps is None:
+            max_latent_steps = config.max_latent_steps
+        if exit_threshold is None:
+            exit_threshold = config.exit_threshold
+        check_latent_steps(max_latent_steps, exit_threshold, exit_at_step)
+        if exit_at_step is None and config.router == "none":
+            exit_at_step = max_latent_steps + 1
+        return Knobs(max_latent_steps, exit_threshold, exit_at_step)
+
+    def think(
+        self,
+        embeds: Tensor,
+        attention_mask: Tensor | dict | None,
+        position_ids: Tensor | None,
+        real: Tensor | None,
+        cache: Cache | None,
+        knobs: Knobs,
+        keeps_steps: bool = False,
+        **options,
+    ) -> LatentModelOutput:
+        """All steps of tokens that follow the cache's. embeds [B, T, d]; real bool [B, T] or None."""
+        documents = None
+        if position_ids is not None and cache is None:
+            documents = document_starts(position_ids, real).cumsum(-1).expand(len(embeds), -1)
+            documents = documents if documents.any() else None
+        if knobs.last_step > 1:
+            mask_function(self.config.text_config)  # refuses what takes no mask, before anything is computed
+        elif cache is None:
+            if documents is not None:
+                attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
+            return self._plain(embeds, attention_mask, position_ids, options)
+        if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
+            raise ValueError(
+                "a 4D attention_mask says nothing of latent steps; give a 2D one, or position_ids that restart with "
+                "each document"
+            )
+        table = None if cache is None else slot_table(cache, self.config.num_hidden_layers)
+        stored = None if table is None or cache is None else stored_part(cache, table)
+        tokens = _Tokens.of_forward(embeds, real, position_ids, documents, table)
+        active, inputs, mixture = tokens.all(), embeds, _Mixture(embeds.shape, knobs)
+        parts: list[Part] = [] if stored is None else [stored]
+        mask: Tensor | dict | None = attention_mask
+        if documents is not None:
+            mask = document_mask(self.config, embeds, attention_mask, position_ids)
+        elif table is not None and not table.is_flat:
+            mask = self._mask(parts, tokens.entries(active, 1), active, 1, embeds.dtype)
+        # Slots are no positions: a body that counts them itself would be wrong behind deeper steps.
+        positions = position_ids if stored is None else tokens.positions
+        lengths = torch.zeros_like(tokens.columns).flatten()
+        steps, taken, router_logits, hidden_states = [], [], [], None
+        for step in range(1, knobs.last_step + 1):
+            run = self._run_step(inputs, mask, positions, [part.of(active.rows) for part in parts], options)
+            parts.append(Part(active.rows, tokens.entries(active, step), run.keys))
+            router_logits += run.router_logits
+            taken.append(active.taken)
+            hidden_states = hidden_states or run.hidden_states
+            gate = self._gate(run.hidden, active, step, knobs)
+            halting = self._halt(active, gate, step, knobs)
+            indices = active.indices(tokens.columns.shape[1])
+            mixture.add(run.hidden, halting.weight, indices, active.taken)
+            if keeps_steps:
+                steps.append(_kept(run.hidden, active, gate, halting, indices))
+            if step == knobs.last_step or not self.goes_on_anywhere(bool(halting.goes_on.any())):
+                break
+            going = indices[halting.goes_on]
+            lengths = lengths.index_add(0, going, torch.ones_like(going))
+            active, inputs = _gathered(run.hidden, active, halting)
+            inputs = inputs / self._input_multiplier() if self._input_multiplier() != 1.0 else inputs
+            positions = active.of(tokens.positions)
+            mask = self._mask(parts, tokens.entries(active, step + 1), active, step + 1, inputs.dtype)
+        if cache is not None and table is not None:
+            store(cache, table, parts[0 if stored is None else 1 :], tokens.columns.shape[1])
+        final = mixture.state()
+        if torch.is_grad_enabled():
+            final = final + self.router.zero()
+        return LatentModelOutput(
+            last_hidden_state=final,
+            cache=cache,
+            hidden_states=None if hidden_states is None else (*hidden_states[:-1], final),
+            router_logits=tuple(router_logits) or None,
+            pass_hidden_states=(final,),
+            pass_latents=(Latents(lengths.view_as(tokens.columns), steps, taken),),
+        )
+
+    def checkpoint_whole_steps(self) -> None:
+        """After transformers has flagged every module: a layer that checkpoints drops its cache, and with it the keys
+        of earlier steps. `_run_step` checkpoints instead. A plain model's layers may."""
+        if self.knobs(None, None, None).last_step > 1:
+            for module in self.backbone.modules():
+                if hasattr(module, "gradient_checkpointing"):
+                    module.gradient_checkpointing = False
+
+    def _set_gradient_checkpointing(self, *args, **kwargs) -> None:
+        super()._set_gradient_checkpointing(*args, **kwargs)  # type: ignore[misc]
+        self.checkpoint_whole_steps()
+
+    def _plain(self, embeds: Tensor, attention_mask, position_ids: Tensor | None, options: dict) -> LatentModelOutput:
+        """One run and no latent step: the plain model, bit for bit."""
+        output = self.backbone(
+            inputs_embeds=embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+            **options,
+        )
+        final = output.last_hidden_state
+        if torch.is_grad_enabled():
+            final = final + self.router.zero()
+        return LatentModelOutput(
+            last_hidden_state=final,
+            hidden_states=output.get("hidden_states"),
+            attentions=output.get("attentions"),
+            router_logits=output.get("router_logits"),
+            pass_hidden_states=(final,),
+            pass_latents=(Latents(torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device), [], []),),
+        )
+
+    def _mask(self, parts: list[Part], entries: Entries, active: _Active, step: int, dtype: torch.dtype):
+        seen = joined([*(part.entries_of(active.rows) for part in parts), entries])
+        return grid_masks(self.config.text_config, seen, len(entries), step, dtype)
+
+    def _run_step(self, inputs: Tensor, mask, positions: Tensor | None, earlier: list[Part], options: dict) -> "_Run":
+        """One run of the backbone over the keys and values of earlier ones."""
+        num_layers = self.config.num_hidden_layers
+
+        def run(inputs: Tensor, *flat: Tensor):
+            pairs = list(zip(flat[::2], flat[1::2], strict=True))
+            parts = [replace(part, keys=pairs[i * num_layers : (i + 1) * num_layers]) for i, part in enumerate(earlier)]
+            cache = run_cache(parts, num_layers)
+            output = self.backbone(
+                inputs_embeds=inputs,
+                attention_mask=mask,
+                position_ids=positions,
+                cache=cache,
+                use_cache=True,
+                **options,
+            )
+            new = [tensor for pair in written(cache) for tensor in pair]
+            router_logits = output.get("router_logits") or ()
+            return output.last_hidden_state, router_logits, output.get("hidden_states"), *new
+
+        flat = [tensor for part in earlier for pair in part.keys for tensor in pair]
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            hidden, router_logits, hidden_states, *new = checkpoint(run, inputs, *flat, use_reentrant=False)
+        else:
+            hidden, router_logits, hidden_states, *new = run(inputs, *flat)
+        return _Run(hidden, list(router_logits), hidden_states, list(zip(new[::2], new[1::2], strict=True)))
+
+    def _gate(self, hidden: Tensor, active: _Active, step: int, knobs: Knobs) -> Tensor | None:
+        if knobs.exit_at_step is not None or step == knobs.last_step:
+            return None
+        # What a backend returns at pads may be NaN, and zero times NaN would reach the router's gradient.
+        logits = self.router(hidden.masked_fill(~active.taken.unsqueeze(-1), 0), step)
+        return torch.sigmoid(logits).masked_fill(~active.taken, 0)
+
+    def _halt(self, active: _Active, gate: Tensor | None, step: int, knobs: Knobs) -> Halting:
+        if knobs.exit_at_step is None or step == knobs.last_step:
+            return halt(active.reach, gate, knobs.exit_threshold)
+        goes_on = active.taken
+        return Halting(active.reach.masked_fill(goes_on, 0), active.reach.masked_fill(~goes_on, 0), goes_on)
+
+    def _input_multiplier(self) -> float:
+        """A body that multiplies its inputs (Granite) would multiply a state, which is no embedding."""
+        return input_multiplier(self.config.text_config)
+
+
+@dataclass
+class _Run:
+    hidden: Tensor
+    router_logits: list[Tensor]
+    hidden_states: tuple[Tensor, ...] | None
+    keys: list[tuple[Tensor, Tensor]]
+
+
+class _Mixture:
+    """z_final of all tokens, summed up step by step in at least float32."""
+
+    def __init__(self, shape: torch.Size, knobs: Knobs):
+        self.shape = shape
+        self.is_single = knobs.last_step == 1
+        self.total: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+
+    def add(self, hidden: Tensor, weight: Tensor, indices: Tensor, taken: Tensor) -> None:
+        """hidden [b, Q, d] with weight [b, Q], to the tokens [b, Q] where `taken`; first of all of them."""
+        if self.is_single:
+            self.total, self.dtype = hidden, hidden.dtype
+            return
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        part = hidden.to(precise) * weight.to(precise).unsqueeze(-1)
+        if self.total is None:
+            self.total, self.dtype = part.flatten(0, 1), hidden.dtype
+            return
+        # In the graph also where nothing is taken, in a step that only another process's tokens need.
+        self.total = self.total.index_add(0, indices[taken], part[taken])
+
+    def state(self) -> Tensor:
+        assert self.total is not None and self.dtype is not None
+        return self.total.view(*self.shape[:2], -1).to(self.dtype)
+
+
+def _kept(hidden: Tensor, active: _Active, gate: Tensor | None, halting: Halting, indices: Tensor) -> LatentStep:
+    taken = active.taken
+    return LatentStep(
+        indices[taken],
+        hidden[taken],
+        active.reach[taken],
+        None if gate is None else gate[taken],
+        halting.weight[taken],
+        halting.goes_on[taken],
+    )
+
+
+def _gathered(hidden: Tensor, active: _Active, halting: Halting) -> tuple[_Active, Tensor]:
+    """The tokens that go on, close together, and their inputs [b, Q, d]. Without gradients, rows that have none are
+    left out; with them every row stays, so that its keys need no copy."""
+    goes_on, rows = halting.goes_on, active.rows
+    columns, reach = active.columns, halting.next_reach
+    if not torch.is_grad_enabled() and not (has_some := goes_on.any(-1)).all() and has_some.any():
+        chosen = has_some.nonzero().squeeze(-1)
+        rows = chosen if rows is None else rows[chosen]
+        goes_on, columns, reach, hidden = goes_on[chosen], columns[chosen], reach[chosen], hidden[chosen]
+    count = max(1, int(goes_on.sum(-1).max()))
+    order = (~goes_on).long().argsort(dim=-1, stable=True)[:, :count]
+    taken = goes_on.gather(1, order)
+    inputs = hidden.gather(1, order.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+    inputs = inputs.masked_fill(~taken.unsqueeze(-1), 0)
+    return _Active(rows, columns.gather(1, order), taken, reach.gather(1, order)), inputs
