@@ -20,9 +20,9 @@ from benchmarks.loss_memory import peak_bytes
 from benchmarks.measure import check, progress
 from benchmarks.record import Result, Row, Spread, Target
 from unspoken import RecyclerConfig, RecyclerForCausalLM
-from unspoken.train.loop import forward_backward
 from unspoken.train.parallel import Engine, joined_ranks, share_of, whole_number
 from unspoken.train.recipe import TrainSection
+from unspoken.train.step import forward_backward
 
 MIB = 2**20
 PASSES = (1, 2, 3)

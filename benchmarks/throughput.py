@@ -21,7 +21,8 @@ from unspoken.analysis.flops import model_flops
 from unspoken.data.prepare import PrepareOptions, prepare
 from unspoken.models.loss import IGNORE_INDEX
 from unspoken.train.build import build_model, open_data
-from unspoken.train.loop import TrainingLoop, forward_backward
+from unspoken.train.loop import TrainingLoop
+from unspoken.train.step import forward_backward
 
 UNIT = "tokens per CPU-second"
 EAGER, COMPILED = "eager", "compiled"

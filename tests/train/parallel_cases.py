@@ -18,10 +18,11 @@ from tests.families import adaptive_model, random_ids, tiny_model
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.train.build import build_model, model_like, open_data
 from unspoken.train.checkpoint import checkpoints
-from unspoken.train.loop import TrainingLoop, forward_backward
+from unspoken.train.loop import TrainingLoop
 from unspoken.train.parallel import Engine, Ranks, joined_ranks, whole_number
 from unspoken.train.recipe import Recipe, TrainSection
 from unspoken.train.selftest import SelfTest
+from unspoken.train.step import forward_backward
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {"parallel": "ddp"},

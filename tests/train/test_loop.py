@@ -11,10 +11,11 @@ from unspoken.errors import UnspokenError
 from unspoken.train.build import build_model, model_like, open_data
 from unspoken.train.checkpoint import checkpoints
 from unspoken.train.heldout import held_out_losses
-from unspoken.train.loop import TrainingLoop, forward_backward
+from unspoken.train.loop import TrainingLoop
 from unspoken.train.metrics import read_metrics
 from unspoken.train.parallel import Engine, Ranks
 from unspoken.train.recipe import Recipe
+from unspoken.train.step import forward_backward
 
 # Sums in another order, in float32, of numbers near 6: a few units in the last place.
 ROUNDING = 2e-6

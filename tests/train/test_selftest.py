@@ -7,10 +7,10 @@ import torch
 
 from tests.families import random_ids, tiny_model
 from unspoken.errors import UnspokenError
-from unspoken.train.loop import forward_backward
 from unspoken.train.parallel import Engine, Ranks
 from unspoken.train.recipe import TrainSection
 from unspoken.train.selftest import SelfTest
+from unspoken.train.step import forward_backward
 
 TRAIN = TrainSection(max_steps=1)
 

@@ -7,22 +7,19 @@ that is not finite) is agreed on in two small exchanges a step.
 """
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from unspoken.errors import UnspokenError
-from unspoken.latent.counts import COUNTS, num_gates, step_counts
-from unspoken.models.backbone import attention_windows
+from unspoken.latent.counts import COUNTS
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.models.loss import IGNORE_INDEX, shift_labels
 from unspoken.train.build import Data, max_passes, num_passes
 from unspoken.train.checkpoint import SEAL, CheckpointWriter, generators, read_record, read_tensors, set_generators
 from unspoken.train.console import RunConsole
@@ -31,95 +28,14 @@ from unspoken.train.metrics import LATENT_COLUMNS, MeanWindow, MetricFiles, Row,
 from unspoken.train.norms import state_norms
 from unspoken.train.optim import build_optimizer, freeze_adapter, optimizer_tensors, set_learning_rate
 from unspoken.train.parallel import Engine, Ranks, naming_lost_ranks, whole_number
+from unspoken.train.progress import Clock, Progress
 from unspoken.train.recipe import Recipe
 from unspoken.train.schedule import LearningRate, is_uncut, passes_at
 from unspoken.train.selftest import SelfTest
+from unspoken.train.step import forward_backward
 
 NORMS_EVERY_STEPS = 50  # a forward of one sequence: a thousandth of the run
 SWAMPED_AT = 3.0  # adapter to embedding: 0.2 in runs that win, 15 falling to 5 with the naive init and rate, which lose
-
-
-@dataclass
-class Progress:
-    """What has been done so far, over all resumes. `pass_tokens` counts a token once for each pass over it and once
-    for each of its latent steps. From `latent_steps` on: see `latent/counts.py`, 0 for a model without them.
-
-    CPU seconds are this process's own here, and those of all processes in rows and records.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
-    pass_tokens: int = 0
-    latent_steps: int = 0
-    latent_targets: int = 0
-    gates: int = 0
-    attention_keys: int = 0
-    train_seconds: float = 0.0
-    train_cpu_seconds: float = 0.0
-    wall_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-
-    def over(self, ranks: Ranks) -> "Progress":
-        """With the CPU seconds of all processes. All of them call it."""
-        train, whole = ranks.sum([self.train_cpu_seconds, self.cpu_seconds])
-        return replace(self, train_cpu_seconds=train, cpu_seconds=whole)
-
-
-class StepSums(NamedTuple):
-    """What one optimizer step's batch gave: this process's part of the loss and of each pass's loss [k], detached; the
-    number of targets of all processes; latent lengths and the like by name, each a sum and what it is a mean over; and
-    this process's `COUNTS` (None: no latent steps)."""
-
-    loss: Tensor
-    pass_losses: Tensor
-    num_targets: int
-    latents: dict[str, tuple[Tensor, Tensor]]
-    counts: Tensor | None
-
-
-def forward_backward(
-    engine: Engine,
-    batch: dict[str, Tensor],
-    rows_at_once: int,
-    k: int,
-    autocast: AbstractContextManager,
-    **options: Any,
-) -> StepSums:
-    """Add the gradients of one optimizer step's batch (this process's rows of it), some rows at a time.
-
-    The loss of every part is divided by the targets of the whole batch, over all processes, so the split changes
-    nothing but rounding (a router's balancing loss, which is no mean over targets, depends on it as in transformers).
-    options: of the model's forward.
-    """
-    own_targets = int((shift_labels(batch["labels"]) != IGNORE_INDEX).sum())
-    num_targets = max(1, int(engine.ranks.sum([own_targets])[0]))
-    device = engine.model.device
-    loss: Tensor = torch.zeros((), device=device)
-    pass_losses = torch.zeros(k, device=device)
-    latents: dict[str, tuple[Tensor, Tensor]] = {}
-    counts: Tensor | None = None
-    num_rows = len(batch["labels"])
-    if engine.segmented:
-        options["segmented"] = True
-    for start in range(0, num_rows, rows_at_once):
-        part = {name: rows[start : start + rows_at_once].to(device) for name, rows in batch.items()}
-        with engine.part(is_last=start + rows_at_once >= num_rows):
-            with autocast:
-                output = engine.forward(
-                    **part, num_passes=k, num_items_in_batch=num_targets, use_cache=False, **options
-                )
-            engine.backward(output)
-        loss += output.loss.detach()
-        pass_losses += output.pass_losses
-        for steps in output.pass_latents or ():
-            found = _step_counts(engine.model.config, steps.lengths, part["labels"])
-            counts = found if counts is None else counts + found
-            for name, (total, count) in steps.sums(num_targets).items():
-                before = latents.get(name, (0.0, 0.0))
-                latents[name] = before[0] + total, before[1] + count
-    engine.settle()
-    return StepSums(loss, pass_losses, num_targets, latents, counts)
 
 
 class TrainingLoop:
@@ -160,7 +76,7 @@ class TrainingLoop:
         self.files = MetricFiles(self.folder, columns(self.max_passes), resume_step) if self.ranks.is_main else None
         self.last_rows: dict[str, Row] = {row["kind"]: row for row in self.files.kept} if self.files else {}
         self.console = RunConsole(recipe.num_steps, self.progress.step, is_quiet=not self.ranks.is_main)
-        self._clock = _Clock()
+        self._clock = Clock()
         self._begin = self._logged = replace(self.progress)
 
     def run(self) -> bool:
@@ -192,7 +108,7 @@ class TrainingLoop:
 
     def _step(self) -> Row | None:
         """One optimizer step; its metrics if it is one to be logged."""
-        step, train, clock = self.progress.step, self.recipe.train, _Clock()
+        step, train, clock = self.progress.step, self.recipe.train, Clock()
         k = passes_at(step, self.recipe.run.seed, self.num_passes, train.third_pass_fraction)
         set_learning_rate(self.optimizer, self.learning_rate, step)
         batch = self.data.train.global_batch(step, train.batch_size, self.ranks.rank, self.ranks.size)
@@ -229,7 +145,7 @@ class TrainingLoop:
         enabled = self.recipe.train.autocast == "bfloat16"
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def _count(self, num_targets: int, k: int, counts: Tensor | None, clock: "_Clock") -> None:
+    def _count(self, num_targets: int, k: int, counts: Tensor | None, clock: "Clock") -> None:
         progress, tokens = self.progress, self.recipe.step_tokens
         if counts is not None:
             before = progress.latent_steps
@@ -359,31 +275,8 @@ class TrainingLoop:
                 signal.signal(number, before[number])
 
 
-def _step_counts(config: Any, lengths: Tensor, labels: Tensor) -> Tensor:
-    """The `COUNTS` of a pass over some rows."""
-    has_target = shift_labels(labels) != IGNORE_INDEX
-    return step_counts(lengths, attention_windows(config.text_config), num_gates(config), has_target)
-
-
 def model_tensors(model: LatentForCausalLM) -> dict[str, Tensor]:
     """What of the model a checkpoint holds: its state, tied weights once."""
     names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     state = model.state_dict()
     return {f"model.{name}": state[name] for name in names.values()}
-
-
-class _Clock:
-    """Wall and CPU seconds since it was made or last read."""
-
-    def __init__(self) -> None:
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
-
-    def lap(self) -> tuple[float, float]:
-        wall, cpu = self.wall, self.cpu
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
-        return self.wall - wall, self.cpu - cpu
-
-    def add_to(self, progress: Progress) -> None:
-        seconds, cpu_seconds = self.lap()
-        progress.wall_seconds += seconds
-        progress.cpu_seconds += cpu_seconds
