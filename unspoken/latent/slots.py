@@ -11,6 +11,7 @@ A `Cache` does everything by looping over its layers, so beams reorder the table
 entries of the tokens that it removes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,26 +32,20 @@ class Part:
     entries: Entries
     keys: KeysValues
 
-    def of(self, rows: Tensor | None) -> "Part":
-        """The part of some rows (of the batch), all of which are in it."""
-        if rows is None:
-            return self
-        index = self._index(rows)
-        return Part(rows, self.entries.rows(index), [(key[index], value[index]) for key, value in self.keys])
-
     def entries_of(self, rows: Tensor | None) -> Entries:
-        return self.entries if rows is None else self.entries.rows(self._index(rows))
+        return self.entries.rows(self.index(rows))
 
-    def _index(self, rows: Tensor) -> Tensor:
-        return rows if self.rows is None else torch.searchsorted(self.rows, rows)
+    def index(self, rows: Tensor | None) -> Tensor | None:
+        """Where some rows of the batch, all of which took part, are in the part; None for all."""
+        return rows if rows is None or self.rows is None else torch.searchsorted(self.rows, rows)
 
 
 class _PartsLayer(DynamicLayer):
-    """A layer's earlier parts, and what the running forward adds."""
+    """A layer's earlier parts, of each some rows (None: all), and what the running forward adds."""
 
-    def __init__(self, earlier: KeysValues) -> None:
+    def __init__(self, earlier: KeysValues, rows: list[Tensor | None]) -> None:
         super().__init__()
-        self.earlier = earlier
+        self.earlier, self.rows = earlier, rows
         self.new: tuple[Tensor, Tensor] | None = None
         self.is_initialized = True
 
@@ -58,16 +53,34 @@ class _PartsLayer(DynamicLayer):
         self.new = key_states, value_states
         if not self.earlier:
             return self.new
-        keys, values = zip(*self.earlier, self.new, strict=True)
-        return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
+        keys, values = zip(*self.earlier, strict=True)
+        return _joined(keys, self.rows, key_states), _joined(values, self.rows, value_states)
 
     def get_seq_length(self) -> int:
         return sum(key.shape[-2] for key, _ in self.earlier)
 
 
-def run_cache(parts: list[Part], num_layers: int) -> Cache:
-    """A cache for one run of the backbone: it shows the parts, and keeps what is written apart from them."""
-    return Cache(layers=[_PartsLayer([part.keys[i] for part in parts]) for i in range(num_layers)])
+def _joined(earlier: Sequence[Tensor], rows: list[Tensor | None], new: Tensor) -> Tensor:
+    """One after the other in the slots, [b, H, S, D]. Rows are chosen without gradients alone, in one copy."""
+    if all(chosen is None for chosen in rows):
+        return torch.cat([*earlier, new], dim=-2)
+    sizes = [part.shape[-2] for part in earlier]
+    whole = new.new_empty(*new.shape[:-2], sum(sizes) + new.shape[-2], new.shape[-1])
+    *places, last = whole.split([*sizes, new.shape[-2]], dim=-2)
+    for place, part, chosen in zip(places, earlier, rows, strict=True):
+        if chosen is None:
+            place.copy_(part)
+        else:
+            torch.index_select(part, 0, chosen, out=place)
+    last.copy_(new)
+    return whole
+
+
+def run_cache(parts: list[Part], rows: Tensor | None, num_layers: int) -> Cache:
+    """A cache for one run of the backbone on some rows of the batch: it shows the parts, and keeps what is written
+    apart from them."""
+    chosen = [part.index(rows) for part in parts]
+    return Cache(layers=[_PartsLayer([part.keys[i] for part in parts], chosen) for i in range(num_layers)])
 
 
 def written(cache: Cache) -> KeysValues:
@@ -218,8 +231,8 @@ class _NewSlots:
         """old [B, H, S, D] with the parts' [b, H, Q, D] in their slots."""
         if self.grows_alike:
             return torch.cat([old, new[0]], dim=2)
-        whole = old.new_zeros(old.shape[0], old.shape[1], self.size, old.shape[3])
-        whole[:, :, : self.old_size] = old
+        room = old.new_zeros(old.shape[0], old.shape[1], self.size - self.old_size, old.shape[3])
+        whole = torch.cat([old, room], dim=2)
         for (part_row, column, row, slot), states in zip(self.places, new, strict=True):
             whole[row, :, slot] = states[part_row, :, column].to(whole.dtype)
         return whole

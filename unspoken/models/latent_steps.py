@@ -191,13 +191,13 @@ class TakesLatentSteps:
             if documents is not None:
                 attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
             return self._plain(embeds, attention_mask, position_ids, options)
+        table = None if cache is None else slot_table(cache, self.config.num_hidden_layers)
+        stored = None if table is None or cache is None else stored_part(cache, table)
         if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
             raise ValueError(
                 "a 4D attention_mask says nothing of latent steps; give a 2D one, or position_ids that restart with "
                 "each document"
             )
-        table = None if cache is None else slot_table(cache, self.config.num_hidden_layers)
-        stored = None if table is None or cache is None else stored_part(cache, table)
         tokens = _Tokens.of_forward(embeds, real, position_ids, documents, table)
         active, inputs, mixture = tokens.all(), embeds, _Mixture(embeds.shape, knobs)
         parts: list[Part] = [] if stored is None else [stored]
@@ -211,7 +211,7 @@ class TakesLatentSteps:
         lengths = torch.zeros_like(tokens.columns).flatten()
         steps, taken, router_logits, hidden_states = [], [], [], None
         for step in range(1, knobs.last_step + 1):
-            run = self._run_step(inputs, mask, positions, [part.of(active.rows) for part in parts], options)
+            run = self._run_step(inputs, mask, positions, list(parts), active.rows, options)
             parts.append(Part(active.rows, tokens.entries(active, step), run.keys))
             router_logits += run.router_logits
             taken.append(active.taken)
@@ -281,14 +281,22 @@ class TakesLatentSteps:
         seen = joined([*(part.entries_of(active.rows) for part in parts), entries])
         return grid_masks(self.config.text_config, seen, len(entries), step, dtype)
 
-    def _run_step(self, inputs: Tensor, mask, positions: Tensor | None, earlier: list[Part], options: dict) -> "_Run":
-        """One run of the backbone over the keys and values of earlier ones."""
+    def _run_step(
+        self,
+        inputs: Tensor,
+        mask: Tensor | dict | None,
+        positions: Tensor | None,
+        earlier: list[Part],
+        rows: Tensor | None,
+        options: dict,
+    ) -> "_Run":
+        """One run of the backbone, on some rows of the batch, over the keys and values of earlier runs."""
         num_layers = self.config.num_hidden_layers
 
         def run(inputs: Tensor, *flat: Tensor):
             pairs = list(zip(flat[::2], flat[1::2], strict=True))
             parts = [replace(part, keys=pairs[i * num_layers : (i + 1) * num_layers]) for i, part in enumerate(earlier)]
-            cache = run_cache(parts, num_layers)
+            cache = run_cache(parts, rows, num_layers)
             output = self.backbone(
                 inputs_embeds=inputs,
                 attention_mask=mask,
