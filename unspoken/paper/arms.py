@@ -23,7 +23,7 @@ ARM_WORDS = ("after", "note")  # what an arm may say beside a recipe's keys
 CONTINUED_SEED = 1000  # added for each arm that came before: the text goes on in another order, not from its start
 DATA = "data"  # folder of prepared text
 CHECKPOINTS = {"save_every": 200, "keep_last": 1}  # of a run that is killed, so much is lost
-QUICK_TOKENS = 5120  # of the base, with --quick
+QUICK_TOKENS = 5120  # of the first arm, with --quick
 QUICK = {
     "data.sequence_length": 64,
     "train.batch_size": 4,
@@ -172,9 +172,11 @@ class Arms:
         return int(scaled) if scaled == int(scaled) and scaled >= 1 else scaled
 
     def _shrink(self, values: dict[str, Any]) -> None:
-        """The run's tokens in proportion to QUICK_TOKENS of the base; at least one step."""
-        train, base = values["train"], self.base[0]["train"]
-        whole = self.budgets[0] or _number(base.get("total_tokens") or QUICK_TOKENS)
+        """The run's tokens in proportion to QUICK_TOKENS of the first arm; at least one step."""
+        train, base = values["train"], copy.deepcopy(self.base[0])
+        first, key = next(iter(self.study.file.arms)), "train.total_tokens"
+        own = (self.study.file.arms[first] or {}).get(key) or base["train"].get("total_tokens") or QUICK_TOKENS
+        whole = self.budgets[0] or _number(self._scaled(first, key, own, base))
         step = QUICK["train.batch_size"] * QUICK["data.sequence_length"]
         train.pop("max_steps", None)
         tokens = _number(train.get("total_tokens") or whole)

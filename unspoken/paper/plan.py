@@ -20,7 +20,7 @@ from unspoken.train.folder import MODEL
 
 START_SECONDS = 6.0  # of a command, before it does anything
 SECONDS_PER_PASS_TOKEN = 1.2e-4  # and run of the backbone, of the small model of recipes/demo, trained on one core
-QUICK_TEXT = TextSection(corpus=("stdlib",), tokenizer="bpe:512")
+QUICK_CORPUS, QUICK_TOKENIZER = ("stdlib",), "bpe:512"  # a pretrained model keeps its own tokenizer
 QUICK_EVAL = {"sequence_length": 64, "max_sequences": 8, "batch_size": 8, "samples": 20}
 QUICK_DEPTH = 6
 
@@ -32,7 +32,10 @@ class Plan:
         self.arms, self.runs, self.out = arms, list(runs), arms.out
         self.eval, self.text = arms.study.file.eval, arms.study.file.text
         if arms.is_quick:
-            self.text = QUICK_TEXT
+            is_trained = self.text.tokenizer.startswith("bpe:")
+            self.text = TextSection(
+                corpus=QUICK_CORPUS, tokenizer=QUICK_TOKENIZER if is_trained else self.text.tokenizer
+            )
             depth = min(self.eval.depth, QUICK_DEPTH)
             self.eval = self.eval.model_copy(update={**QUICK_EVAL, "depth": depth})
 
