@@ -119,8 +119,7 @@ class RecyclerConfig(LatentConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if not isinstance(self.detach_between_passes, bool):
-            raise ValueError(f"detach_between_passes must be true or false, got {self.detach_between_passes!r}")
+        _check_flag("detach_between_passes", self.detach_between_passes)
         if self.pass_loss_reduction not in ("sum", "mean"):
             raise ValueError(f"pass_loss_reduction must be 'sum' or 'mean', got {self.pass_loss_reduction!r}")
         if self.adapter_norm not in ("input", "output", "none"):
@@ -134,6 +133,59 @@ class RecyclerConfig(LatentConfig):
         weights = [float(given[min(i, len(given) - 1)]) for i in range(num_passes)]
         total = sum(weights) if self.pass_loss_reduction == "mean" else 1.0
         return [weight / total for weight in weights]
+
+
+class LoopedConfig(LatentConfig):
+    """Looped model: the whole stack of layers `num_loops` times.
+
+    - `norm_between_loops`: states go through the final norm after every loop, as in Ouro, not after the last alone.
+    - `inject_input`: the token's embedding is added to every loop's input.
+    """
+
+    model_type = "unspoken_looped"
+
+    num_loops: int = 4
+    norm_between_loops: bool = False
+    inject_input: bool = False
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if not _is_count(self.num_loops, at_least=1):
+            raise ValueError(f"num_loops must be a whole number of at least 1, got {self.num_loops!r}")
+        for name in ("norm_between_loops", "inject_input"):
+            _check_flag(name, getattr(self, name))
+
+
+class PonderConfig(LatentConfig):
+    """PonderLM: the predicted mean embedding is added to the next run's input, `num_ponder_steps` times.
+
+    - `accumulate`: to the input of the run before, as in the first release, instead of to the token's embedding, as in
+      the suite that the second paper compares with.
+    """
+
+    model_type = "unspoken_ponder"
+
+    num_ponder_steps: int = 3
+    accumulate: bool = False
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if not _is_count(self.num_ponder_steps, at_least=0):
+            raise ValueError(f"num_ponder_steps must be a whole number of at least 0, got {self.num_ponder_steps!r}")
+        _check_flag("accumulate", self.accumulate)
+
+
+class PauseConfig(LatentConfig):
+    """Pause tokens: `num_pauses` slots with one learned input after every token; the last one's state speaks."""
+
+    model_type = "unspoken_pause"
+
+    num_pauses: int = 3
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if not _is_count(self.num_pauses, at_least=0):
+            raise ValueError(f"num_pauses must be a whole number of at least 0, got {self.num_pauses!r}")
 
 
 class AdaptiveLatentConfig(LatentConfig):
@@ -178,8 +230,7 @@ class AdaptiveLatentConfig(LatentConfig):
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
         if not _is_number(self.router_bias):
             raise ValueError(f"router_bias must be a number, got {self.router_bias!r}")
-        if not isinstance(self.penalize_cuts, bool):
-            raise ValueError(f"penalize_cuts must be true or false, got {self.penalize_cuts!r}")
+        _check_flag("penalize_cuts", self.penalize_cuts)
 
 
 class AdaptiveRecyclerConfig(AdaptiveLatentConfig, RecyclerConfig):
@@ -196,6 +247,11 @@ def check_latent_steps(max_latent_steps: object, exit_threshold: object, exit_at
         raise ValueError(f"exit_threshold must be a probability, 0 to 1, got {exit_threshold!r}")
     if exit_at_step is not None and not _is_count(exit_at_step, at_least=1):
         raise ValueError(f"exit_at_step must be a whole number of at least 1, or null, got {exit_at_step!r}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def _is_count(value: object, at_least: int) -> bool:
@@ -225,5 +281,13 @@ def _refuse_misspelled(kwargs: dict, fields: list[str]) -> None:
             raise TypeError(f"unknown configuration argument {key!r} (did you mean {match[0]!r}?)")
 
 
-for _config_class in (VanillaConfig, RecyclerConfig, AdaptiveLatentConfig, AdaptiveRecyclerConfig):
+for _config_class in (
+    VanillaConfig,
+    RecyclerConfig,
+    AdaptiveLatentConfig,
+    AdaptiveRecyclerConfig,
+    LoopedConfig,
+    PauseConfig,
+    PonderConfig,
+):
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)

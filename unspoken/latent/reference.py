@@ -145,3 +145,55 @@ def latent_steps(
         all_states.append(states)
         all_weights.append(weights)
     return torch.cat(finals, dim=1), all_states, all_weights
+
+
+def looped(
+    stack: Backbone,
+    norm: Callable[[Tensor], Tensor],
+    embeddings: Tensor,
+    num_loops: int,
+    norm_between_loops: bool = False,
+    inject_input: bool = False,
+) -> Tensor:
+    """The whole stack (without its final norm) several times over. embeddings [B, T, d] -> states [B, T, d]."""
+    hidden = embeddings
+    for loop in range(num_loops):
+        inputs = hidden + embeddings if inject_input and loop > 0 else hidden
+        hidden = stack(inputs)
+        if norm_between_loops:
+            hidden = norm(hidden)
+    return hidden if norm_between_loops else norm(hidden)
+
+
+def pondering(
+    backbone: Backbone,
+    predict: Callable[[Tensor], Tensor],
+    table: Tensor,
+    embeddings: Tensor,
+    num_ponder_steps: int,
+    accumulate: bool = False,
+) -> Tensor:
+    """PonderLM: the mean of `table` [V, d] under the prediction [B, T, V] of each run is added to the next one's input.
+
+    embeddings [B, T, d] -> states of the last run [B, T, d]. Source: PonderLM (arXiv 2505.20674).
+    """
+    inputs = embeddings
+    for _ in range(num_ponder_steps):
+        probabilities = predict(backbone(inputs)).softmax(-1)
+        mean = torch.stack([p @ table for p in probabilities.flatten(0, 1)]).view_as(embeddings)
+        inputs = (inputs if accumulate else embeddings) + mean
+    return backbone(inputs)
+
+
+def paused(backbone: GridBackbone, embeddings: Tensor, pause: Tensor, num_pauses: int) -> Tensor:
+    """Slots with the input `pause` [d] after every token, at its position; each slot sees all before it.
+
+    embeddings [1, T, d] -> states of each token's last slot [1, T, d].
+    """
+    inputs, times = [], []
+    for t in range(embeddings.shape[1]):
+        inputs += [embeddings[0, t], *[pause] * num_pauses]
+        times += [t] * (1 + num_pauses)
+    visible = torch.ones(len(times), len(times), dtype=torch.bool).tril()
+    states = backbone(torch.stack(inputs)[None], torch.tensor(times), visible)
+    return states[:, num_pauses :: 1 + num_pauses]

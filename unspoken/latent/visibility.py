@@ -91,15 +91,23 @@ def mask_function(text_config: PreTrainedConfig) -> Callable:
 def grid_masks(
     text_config: PreTrainedConfig, entries: Entries, num_queries: int, step: int, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
-    """`visible` in the form that the backbone's attention takes: one mask, or one for each type of its layers."""
+    """`visible` in the form that the backbone's attention takes."""
+    return attention_masks(text_config, lambda window: visible(entries, num_queries, step, window), dtype)
+
+
+def attention_masks(
+    text_config: PreTrainedConfig, seen_within: Callable[[int | None], Tensor], dtype: torch.dtype
+) -> Tensor | dict[str, Tensor]:
+    """What queries see, bool [B, Q, N] for a window, as the backbone's attention takes it: one mask, or one for each
+    type of its layers."""
     make = mask_function(text_config)
 
     def mask(window: int | None) -> Tensor:
-        seen = visible(entries, num_queries, step, window)
+        seen = seen_within(window)
         return make(
             batch_size=len(seen),
-            q_length=num_queries,
-            kv_length=len(entries),
+            q_length=seen.shape[1],
+            kv_length=seen.shape[2],
             mask_function=lambda batch, head, query, key: seen[batch, query, key],
             allow_is_causal_skip=False,
             dtype=dtype,

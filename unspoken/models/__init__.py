@@ -10,6 +10,9 @@ def register() -> None:
 
     from unspoken.models.adaptive import AdaptiveLatentForCausalLM, AdaptiveLatentModel
     from unspoken.models.adaptive_recycler import AdaptiveRecyclerForCausalLM, AdaptiveRecyclerModel
+    from unspoken.models.looped import LoopedForCausalLM, LoopedModel
+    from unspoken.models.pause import PauseForCausalLM, PauseModel
+    from unspoken.models.ponder import PonderForCausalLM, PonderModel
     from unspoken.models.recycler import RecyclerForCausalLM, RecyclerModel
     from unspoken.models.vanilla import VanillaForCausalLM, VanillaModel
 
@@ -18,6 +21,9 @@ def register() -> None:
         (RecyclerModel, RecyclerForCausalLM),
         (AdaptiveLatentModel, AdaptiveLatentForCausalLM),
         (AdaptiveRecyclerModel, AdaptiveRecyclerForCausalLM),
+        (LoopedModel, LoopedForCausalLM),
+        (PauseModel, PauseForCausalLM),
+        (PonderModel, PonderForCausalLM),
     )
     for base, head in models:
         AutoModel.register(base.config_class, base, exist_ok=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -108,6 +108,13 @@ def attention_windows(text_config: PreTrainedConfig) -> list[int | None]:
     """How many tokens each layer's attention sees, None for all: those of the family's cache."""
     layers: list[Any] = DynamicCache(config=text_config).layers
     return [layer.sliding_window if layer.is_sliding else None for layer in layers]
+
+
+def final_norm(backbone: PreTrainedModel) -> nn.Module:
+    """What the body's last state goes through: `norm`, or `final_layer_norm` in GPT-NeoX."""
+    norm = getattr(backbone, "norm", None) or backbone.final_layer_norm
+    assert isinstance(norm, nn.Module)
+    return norm
 
 
 def embedding_name(backbone: PreTrainedModel) -> str:

@@ -23,6 +23,9 @@ from unspoken.models.drift import drift
 from unspoken.models.knobs import option, takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import forget_file, load_source
+from unspoken.models.looped import LoopedForCausalLM
+from unspoken.models.pause import PauseForCausalLM
+from unspoken.models.ponder import PonderForCausalLM
 from unspoken.models.recycler import RecyclerForCausalLM
 from unspoken.models.vanilla import VanillaForCausalLM
 
@@ -31,6 +34,9 @@ METHODS: dict[str, type[LatentForCausalLM]] = {
     "recycler": RecyclerForCausalLM,
     "adaptive": AdaptiveLatentForCausalLM,
     "adaptive_recycler": AdaptiveRecyclerForCausalLM,
+    "looped": LoopedForCausalLM,
+    "pause": PauseForCausalLM,
+    "ponder": PonderForCausalLM,
     "vanilla": VanillaForCausalLM,
 }
 FIELDS = ("num_train_passes", "num_prefill_passes", "router_bias", "exit_threshold", "max_latent_steps")  # options
