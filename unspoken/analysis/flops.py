@@ -14,12 +14,13 @@ Conventions (the ones under which torch's `FlopCounterMode` agrees, see tests/an
   (`latent/counts.py`). In training the penalty's p_target is one more product of the head, forward alone, for each
   step that it prices; a loss of each step's own is one more head. `is_dense` fills each run's rows up to its longest
   and counts all keys of all runs so far, as is computed today.
+- PonderLM's mean embedding is two products with the vocabulary, between runs; recomputing it is not looked at.
 - Backward is twice forward, so training is 3 times forward; with gradient checkpointing the layers run once more: 4
   (torch stops that run before a layer's last product, 5 % of it, which is not looked at).
 - Detaching between passes, or a weight of zero for a pass's loss, saves part of a backward and is not looked at.
 
-`six_nd` is the usual figure beside it: 6 x parameters x tokens x passes, which knows neither attention nor inactive
-experts nor which parts a pass leaves out.
+`six_nd` is the usual figure beside it: 6 x parameters x tokens x passes (runs and slots of a token too), which knows
+neither attention nor inactive experts nor which parts a pass leaves out.
 """
 
 import json
@@ -35,7 +36,7 @@ import yaml
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from unspoken.config import AdaptiveLatentConfig, LatentConfig
+from unspoken.config import AdaptiveLatentConfig, LatentConfig, PonderConfig
 from unspoken.errors import UnspokenError
 from unspoken.latent.counts import COUNTS, num_gates, step_counts
 from unspoken.models.backbone import attention_windows, family_of
@@ -54,14 +55,16 @@ class Attention:
     flops_per_key: int
     window: int | None
 
-    def at(self, num_keys: int) -> int:
-        """FLOPs of one position that has so many keys up to itself."""
-        return self.flops_per_key * min(num_keys, self.window or num_keys)
+    def at(self, num_tokens: int, slots: int = 1) -> int:
+        """FLOPs of one token that is the last of so many, each in so many slots."""
+        earlier = min(num_tokens, self.window or num_tokens) - 1
+        return self.flops_per_key * _keys(earlier, 1, slots)
 
-    def over(self, num_tokens: int) -> int:
+    def over(self, num_tokens: int, slots: int = 1) -> int:
         """FLOPs of a whole causal sequence."""
         window = min(self.window or num_tokens, num_tokens)
-        return self.flops_per_key * (window * (window + 1) // 2 + (num_tokens - window) * window)
+        earlier = window * (window - 1) // 2 + (num_tokens - window) * (window - 1)
+        return self.flops_per_key * _keys(earlier, num_tokens, slots)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class ModelFlops:
     """Forward FLOPs of a model's parts: `layers`, `adapter` and `head` are of one token, `attention` is by layer.
 
     `adapter` is 0 for a plain model, `latent` None for one without latent steps, and `compute_parameters` the N of
-    6 N D.
+    6 N D. `runs` of the backbone over all tokens in a pass, each but the first behind a `mean_embedding` (PonderLM);
+    `slots` in a run for each token (pauses).
     """
 
     layers: int
@@ -91,15 +95,20 @@ class ModelFlops:
     head: int
     compute_parameters: int
     latent: LatentFlops | None = None
+    runs: int = 1
+    slots: int = 1
+    mean_embedding: int = 0
 
     def passes(self, num_tokens: int, num_passes: int = 1, is_dense: bool = False) -> int:
         """A forward of so many parallel passes over one sequence, without the head."""
+        num_slots = num_tokens * self.slots
         if is_dense:
-            attention = sum(layer.flops_per_key for layer in self.attention) * num_tokens**2
+            attention = sum(layer.flops_per_key for layer in self.attention) * num_slots**2
         else:
-            attention = sum(layer.over(num_tokens) for layer in self.attention)
+            attention = sum(layer.over(num_tokens, self.slots) for layer in self.attention)
+        between = self.mean_embedding * num_tokens * (self.runs - 1)
         adapter = self.adapter * num_tokens * (num_passes - 1)
-        return num_passes * (self.layers * num_tokens + attention) + adapter
+        return num_passes * (self.runs * (self.layers * num_slots + attention) + between) + adapter
 
     def training(self, sequence_length: int, num_passes: float = 1, has_checkpointing: bool = False) -> float:
         """Forward and backward of one token, in sequences of that length; `num_passes` may be a mean over steps.
@@ -120,8 +129,11 @@ class ModelFlops:
 
         latent_length: latent steps of every token; a mean that is no whole number estimates what `decode_steps` counts.
         """
-        attention = sum(layer.at(num_keys) for layer in self.attention)
+        attention = sum(layer.at(num_keys, self.slots) for layer in self.attention)
         total, entries = float(self.adapter + self.head), 0.0
+        if self.latent is None:
+            between = self.mean_embedding * (self.runs - 1)
+            return round(total) + self.runs * (self.layers * self.slots + attention) + between
         for step in range(math.ceil(latent_length) + 1):
             share = min(1.0, 1.0 + latent_length - step)  # of tokens that run once more
             entries += share
@@ -197,6 +209,9 @@ def model_flops(model: LatentForCausalLM | LatentConfig) -> ModelFlops:
         head=2 * model.lm_head.weight.numel(),
         compute_parameters=compute_parameters(model),
         latent=_latent(model) if isinstance(model.config, AdaptiveLatentConfig) else None,
+        runs=getattr(model.model, "num_runs", 1),
+        slots=getattr(model.model, "num_slots", 1),
+        mean_embedding=4 * model.lm_head.weight.numel() if isinstance(model.config, PonderConfig) else 0,
     )
 
 
@@ -205,7 +220,8 @@ def training_flops(
 ) -> float:
     """Training FLOPs of a run with these counts in summary.json: `tokens`, `pass_tokens`, `target_tokens`, and for a
     model with latent steps `COUNTS`."""
-    tokens, pass_tokens, latent = summary["tokens"], summary["pass_tokens"], flops.latent
+    tokens, latent = summary["tokens"], flops.latent
+    pass_tokens = summary["pass_tokens"] / (flops.runs * flops.slots)
     targets = summary.get("target_tokens", tokens) / max(1, tokens)
     parallel_tokens = pass_tokens - (summary["latent_steps"] if latent else 0)  # over all passes
     heads = targets * parallel_tokens
@@ -276,6 +292,11 @@ def _matrices(module: nn.Module) -> list[torch.Size]:
     if isinstance(module, nn.Embedding):
         return []
     return [p.shape for name, p in module.named_parameters(recurse=False) if p.ndim > 1 and not name.endswith("bias")]
+
+
+def _keys(earlier: int, num_tokens: int, slots: int) -> int:
+    """Keys that tokens see: all slots of `earlier` tokens in sum, from each slot; and of its own those up to it."""
+    return slots * slots * earlier + num_tokens * slots * (slots + 1) // 2
 
 
 def _attention(text_config: Any) -> tuple[Attention, ...]:

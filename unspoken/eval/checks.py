@@ -119,7 +119,7 @@ def steps_are_sequential(subject: Subject) -> float:
     """All tokens' latent steps in one forward against token by token, step by step; also with no room for any."""
     ids = subject.ids(2, LENGTHS[1])
     embeds = subject.embed(ids)
-    expected = subject.head(subject.thinking_body(embeds))
+    expected = subject.head(subject.body(embeds))
     plain = subject.model.model(ids, num_passes=1, use_cache=False, max_latent_steps=0).last_hidden_state
     scale = input_multiplier(subject.model.config.text_config)
     backbone = subject.model.model.backbone(inputs_embeds=embeds / scale, use_cache=False).last_hidden_state

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unspoken.eval.thinking import ThinkingBody
+from unspoken.eval.bodies import reference_body
 from unspoken.latent import reference
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.knobs import takes_latent_steps
@@ -71,22 +71,14 @@ class Subject:
         return outputs.sequences[:, input_ids.shape[1] :], torch.stack(outputs.logits, dim=1)
 
     @cached_property
-    def thinking_body(self) -> ThinkingBody:
-        """Kept, as it keeps what it has made of the texts that several checks begin with."""
-        return ThinkingBody(self.model)
+    def body(self) -> reference.Backbone:
+        """Kept, as that of latent steps keeps what it has made of the texts that several checks begin with."""
+        return reference_body(self.model)
 
     def reference(self) -> tuple[reference.Backbone, reference.Adapter]:
-        """Backbone and adapter as the oracles want them; both see what enters the first layer. Latent steps are taken
-        in the backbone's place, one by one."""
-        adapter = self.model.model.adapter if self.recycles else torch.zeros_like
-        if self.takes_steps:
-            return self.thinking_body, adapter
-        scale = input_multiplier(self.model.config.text_config)
-
-        def backbone(inputs: Tensor) -> Tensor:
-            return self.model.model.backbone(inputs_embeds=inputs / scale, use_cache=False).last_hidden_state
-
-        return backbone, adapter
+        """Backbone and adapter as the oracles want them; both see what enters the first layer. Whatever else the method
+        runs is run in the backbone's place."""
+        return self.body, self.model.model.adapter if self.recycles else torch.zeros_like
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.model.embed(input_ids, None) * input_multiplier(self.model.config.text_config)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unspoken.latent.reference import Grid, mixed, one_token
-from unspoken.latent.visibility import mask_function
+from unspoken.latent.reference import Grid, GridBackbone, mixed, one_token
+from unspoken.latent.visibility import attention_masks
 from unspoken.models.backbone import input_multiplier
 
 
@@ -21,7 +21,7 @@ class ThinkingBody:
 
     def __init__(self, model: Any):
         self.model, self.config = model.model, model.config
-        self.knobs = self.model.knobs(None, None, None)
+        self.run, self.knobs = grid_backbone(self.model), self.model.knobs(None, None, None)
         self.seen: list[_Row] = []
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class ThinkingBody:
         for time in range(len(row.finals), inputs.shape[1]):
             entry = inputs[:, time : time + 1]
             depth, threshold = self.knobs.last_step - 1, self.knobs.exit_threshold
-            row.finals.append(mixed(*one_token(row.grid, self._run, self._gate, entry, time, depth, threshold)))
+            row.finals.append(mixed(*one_token(row.grid, self.run, self._gate, entry, time, depth, threshold)))
         self.seen.append(row)
         return row
 
@@ -42,35 +42,27 @@ class ThinkingBody:
             return state.new_ones(())
         return torch.sigmoid(self.model.router(state, step)).squeeze()
 
-    def _run(self, inputs: Tensor, times: Tensor, visible: Tensor) -> Tensor:
-        """The backbone over any entries of the grid, told in a mask of its own who sees whom."""
+
+def grid_backbone(model: Any) -> GridBackbone:
+    """A base model's backbone over any entries of the grid, told in a mask of its own who sees whom."""
+    text_config = model.config.text_config
+
+    def run(inputs: Tensor, times: Tensor, visible: Tensor) -> Tensor:
         times, visible = times.to(inputs.device), visible.to(inputs.device)
-        text_config = self.config.text_config
-        make = mask_function(text_config)
 
-        def mask(window: int | None) -> Any:
-            seen = visible if window is None else visible & (times > times.unsqueeze(-1) - window)
-            return make(
-                batch_size=1,
-                q_length=len(times),
-                kv_length=len(times),
-                mask_function=lambda batch, head, query, key: seen[query, key],
-                allow_is_causal_skip=False,
-                dtype=inputs.dtype,
-                device=inputs.device,
-            )
+        def seen(window: int | None) -> Tensor:
+            inside = visible if window is None else visible & (times > times.unsqueeze(-1) - window)
+            return inside.unsqueeze(0)
 
-        window, types = getattr(text_config, "sliding_window", None), getattr(text_config, "layer_types", None)
-        masks = mask(window)
-        if types is not None:
-            masks = {kind: mask(window if kind == "sliding_attention" else None) for kind in set(types)}
-        outputs = self.model.backbone(
+        outputs = model.backbone(
             inputs_embeds=inputs / input_multiplier(text_config),
-            attention_mask=masks,
+            attention_mask=attention_masks(text_config, seen, inputs.dtype),
             position_ids=times[None],
             use_cache=False,
         )
         return outputs.last_hidden_state
+
+    return run
 
 
 class _Row:

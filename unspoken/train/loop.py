@@ -20,7 +20,7 @@ from torch import Tensor
 from unspoken.errors import UnspokenError
 from unspoken.latent.counts import COUNTS
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.train.build import Data, max_passes, num_passes
+from unspoken.train.build import Data, max_passes, num_passes, runs_per_pass
 from unspoken.train.checkpoint import SEAL, CheckpointWriter, generators, read_record, read_tensors, set_generators
 from unspoken.train.console import RunConsole
 from unspoken.train.heldout import held_out_losses
@@ -155,7 +155,7 @@ class TrainingLoop:
         progress.step += 1
         progress.tokens += tokens
         progress.target_tokens += num_targets
-        progress.pass_tokens += tokens * k
+        progress.pass_tokens += tokens * k * runs_per_pass(self.model)
         seconds, cpu_seconds = clock.lap()
         progress.train_seconds += seconds
         progress.train_cpu_seconds += cpu_seconds

@@ -8,8 +8,9 @@ from unspoken.train.parallel import Ranks
 
 @dataclass
 class Progress:
-    """What has been done so far, over all resumes. `pass_tokens` counts a token once for each pass over it and once
-    for each of its latent steps. From `latent_steps` on: see `latent/counts.py`, 0 for a model without them.
+    """What has been done so far, over all resumes. `pass_tokens` counts a token once for each run of the backbone over
+    it: its passes, latent steps, loops or pauses. From `latent_steps` on: see `latent/counts.py`, 0 for a model without
+    them.
 
     CPU seconds are this process's own here, and those of all processes in rows and records.
     """

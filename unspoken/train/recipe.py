@@ -15,6 +15,9 @@ from unspoken.errors import UsageError
 
 FIELDS_OF: dict[str, tuple[str, ...]] = {  # a method's own keys of the model section
     "vanilla": (),
+    "looped": ("num_loops", "norm_between_loops", "inject_input"),
+    "pause": ("num_pauses",),
+    "ponder": ("num_ponder_steps", "accumulate"),
     "recycler": (
         "num_train_passes", "num_prefill_passes", "pass_loss_reduction", "pass_loss_weights", "detach_between_passes",
         "adapter_norm",
@@ -77,7 +80,7 @@ class ModelSection(Section):
     family's own."""
 
     from_pretrained: str | None = None
-    method: Literal["recycler", "adaptive", "adaptive_recycler", "vanilla"] | None = None
+    method: Literal["recycler", "adaptive", "adaptive_recycler", "vanilla", "looped", "pause", "ponder"] | None = None
     backbone: dict[str, Any] | None = None
     init: Literal["scaled", "backbone"] | None = None
     num_train_passes: Count | None = None
@@ -96,6 +99,12 @@ class ModelSection(Section):
     adaptive_loss_exponent: NotNegative | None = None
     penalize_cuts: bool | None = None
     step_loss_weight: NotNegative | None = None
+    num_loops: Count | None = None
+    norm_between_loops: bool | None = None
+    inject_input: bool | None = None
+    num_pauses: CountOrNone | None = None
+    num_ponder_steps: CountOrNone | None = None
+    accumulate: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,60 @@
+"""FLOPs of the models that ours are compared with, against torch's own counter."""
+
+import pytest
+import torch
+
+from tests.analysis.test_flops import LENGTH, counted
+from tests.baselines import CONFIGS, baseline
+from tests.families import random_ids
+from unspoken.analysis.flops import Attention, model_flops, training_flops
+
+FAMILIES = ["llama_tied", "gpt_neox", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@torch.no_grad()
+def test_a_forward_is_what_torch_counts(kind, name):
+    model, ids = baseline(kind, name, attn_implementation="eager"), random_ids(2, LENGTH)
+    seen = counted(lambda: model(ids, use_cache=False))
+    flops = model_flops(model)
+    assert seen == 2 * (flops.passes(LENGTH, is_dense=True) + LENGTH * flops.head)
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@torch.no_grad()
+def test_decoding_a_token_is_what_torch_counts(kind):
+    model, ids = baseline(kind, attn_implementation="eager"), random_ids(1, LENGTH)
+    cache = model(ids[:, :-1], use_cache=True).cache
+    seen, flops = counted(lambda: model(ids[:, -1:], cache=cache)), model_flops(model)
+    unseen = flops.slots * (flops.slots - 1) // 2  # a token's own later slots, which are masked and computed
+    assert seen == flops.decode(LENGTH) + sum(layer.flops_per_key * unseen for layer in flops.attention)
+
+
+@pytest.mark.parametrize("kind", ["looped", "pause", "ponder"])
+def test_a_training_step_is_what_torch_counts(kind):
+    """The logits of PonderLM's distributions are computed once more in the backward, which is not looked at."""
+    model, ids = baseline(kind, attn_implementation="eager").train(), random_ids(2, LENGTH)
+
+    def step():
+        model(ids, labels=ids).loss.backward()
+
+    seen = counted(step)
+    flops = model_flops(model)
+    recomputed = 2 * (flops.runs - 1) * flops.mean_embedding // 2 * LENGTH
+    targets, tokens = 2 * (LENGTH - 1), 2 * LENGTH
+    assert seen == pytest.approx(
+        3 * (2 * flops.passes(LENGTH, is_dense=True) + targets * flops.head) + recomputed, rel=1e-9
+    )
+    summary = {"tokens": tokens, "pass_tokens": tokens * flops.runs * flops.slots, "target_tokens": targets}
+    masked = flops.passes(LENGTH, is_dense=True) - flops.passes(LENGTH)
+    assert training_flops(flops, summary, LENGTH, False) == pytest.approx(seen - recomputed - 6 * masked, rel=1e-9)
+
+
+@pytest.mark.parametrize("window", [None, 3, 20])
+def test_slots_see_all_slots_of_the_tokens_before(window):
+    """Counted one by one; a window counts tokens."""
+    attention, slots = Attention(4, window), 3
+    seen = [sum(min(t, (window or 99) - 1) * slots + own for own in range(1, slots + 1)) for t in range(LENGTH)]
+    assert attention.over(LENGTH, slots) == 4 * sum(seen)
+    assert [attention.at(t + 1, slots) for t in range(LENGTH)] == [4 * keys for keys in seen]
