@@ -55,8 +55,9 @@ class SelfTest:
         if self.hook is None:
             return
         self.hook.remove()
-        expected = num_passes * num_parts
-        may_go_on = isinstance(self.engine.model.model, TakesLatentSteps)
+        base = self.engine.model.model
+        expected = num_passes * num_parts * getattr(base, "num_runs", 1)
+        may_go_on = isinstance(base, TakesLatentSteps)
         if self.num_runs != expected and not (may_go_on and self.num_runs > expected):
             raise UnspokenError(
                 f"the backbone ran {self.num_runs} times in the first step; {num_passes} passes over {num_parts} parts "

@@ -1,0 +1,38 @@
+"""Verification of the models that ours are compared with: sound ones pass, a fault turns the row red that sees it."""
+
+import pytest
+import torch
+
+from tests.baselines import CONFIGS, baseline
+from tests.eval.test_verify_latent_steps import DECODE, failed
+from unspoken.eval.verify import verify
+from unspoken.models import pause, repeated
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_a_sound_model_passes(kind):
+    verification = verify(baseline(kind, "llama_tied"), seed=3)
+    assert failed(verification) == []
+    skipped = [result.name for result in verification.results if result.passed is None]
+    assert sorted(skipped) == ["k >= length = exact", "latent steps = one by one"]
+
+
+@pytest.mark.parametrize("kind", ["looped", "ponder"])
+def test_runs_that_share_a_cache_are_seen(kind, monkeypatch):
+    views = repeated.caches_of_runs
+    monkeypatch.setattr(repeated, "caches_of_runs", lambda *args: [views(*args)[0]] * args[1])
+    assert DECODE in failed(verify(baseline(kind), seed=3, names=[DECODE]))
+
+
+def test_pauses_that_are_not_kept_are_seen(monkeypatch):
+    """A cache that holds each token's last slot alone."""
+    update = pause.StretchedLayer.update
+
+    def forgetful(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
+        seen = update(self, keys, values, *args, **kwargs)
+        self.values = self.values.clone()
+        self.values[:, :, :: self.num_slots] = 0
+        return seen
+
+    monkeypatch.setattr(pause.StretchedLayer, "update", forgetful)
+    assert DECODE in failed(verify(baseline("pause"), seed=3, names=[DECODE]))
