@@ -6,7 +6,7 @@ import torch
 from tests.baselines import CONFIGS, baseline
 from tests.eval.test_verify_latent_steps import DECODE, failed
 from unspoken.eval.verify import verify
-from unspoken.models import pause, repeated
+from unspoken.models import repeated, slotted
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
@@ -26,7 +26,7 @@ def test_runs_that_share_a_cache_are_seen(kind, monkeypatch):
 
 def test_pauses_that_are_not_kept_are_seen(monkeypatch):
     """A cache that holds each token's last slot alone."""
-    update = pause.StretchedLayer.update
+    update = slotted.StretchedLayer.update
 
     def forgetful(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
         seen = update(self, keys, values, *args, **kwargs)
@@ -34,5 +34,5 @@ def test_pauses_that_are_not_kept_are_seen(monkeypatch):
         self.values[:, :, :: self.num_slots] = 0
         return seen
 
-    monkeypatch.setattr(pause.StretchedLayer, "update", forgetful)
+    monkeypatch.setattr(slotted.StretchedLayer, "update", forgetful)
     assert DECODE in failed(verify(baseline("pause"), seed=3, names=[DECODE]))

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache
 from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import PauseConfig
-from unspoken.errors import CacheError
 from unspoken.latent.recycle import document_starts
-from unspoken.latent.visibility import attention_masks
 from unspoken.models.backbone import attention_windows
 from unspoken.models.inputs import is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
+from unspoken.models.slotted import slot_masks, stretch
 
 
 class PauseModel(LatentModel):
@@ -113,20 +112,9 @@ class PauseModel(LatentModel):
         if cache is None and documents is None and not any(attention_windows(self.config.text_config)):
             # What the body makes of it is causal. Without a mask it would take repeated positions for documents.
             return real.long()
-        keys = torch.arange(real.shape[1], device=embeds.device)
-        queries = keys[first * self.num_slots :].unsqueeze(-1)
-
-        def seen(window: int | None) -> Tensor:
-            visible = (keys <= queries) & real.unsqueeze(1)
-            if window is not None:
-                visible = visible & (keys // self.num_slots > queries // self.num_slots - window)
-            if documents is not None:
-                own = self._each(documents)
-                assert own is not None
-                visible = visible & (own.unsqueeze(1) == own.unsqueeze(-1))
-            return visible | (keys == queries)  # no query is without a key
-
-        return attention_masks(self.config.text_config, seen, embeds.dtype)
+        times = torch.arange(first + num_tokens, device=embeds.device).repeat_interleave(self.num_slots)
+        num_queries = num_tokens * self.num_slots
+        return slot_masks(self.config.text_config, times, real, num_queries, self._each(documents), embeds.dtype)
 
 
 class PauseForCausalLM(LatentForCausalLM):
@@ -137,45 +125,3 @@ class PauseForCausalLM(LatentForCausalLM):
     def router_loss(self, outputs: LatentModelOutput, real: Tensor | None) -> Tensor:
         """Over all slots of the real tokens."""
         return super().router_loss(outputs, self.model._each(real))
-
-
-class StretchedLayer(DynamicLayer):
-    """A layer's keys and values, several entries a token. Its length, for transformers, is counted in tokens."""
-
-    def __init__(self, num_slots: int) -> None:
-        super().__init__()
-        self.num_slots = num_slots
-
-    def get_seq_length(self) -> int:
-        return super().get_seq_length() // self.num_slots
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """tokens_to_remove: minus their number, as transformers has it."""
-        if tokens_to_remove < 0 and self.is_initialized:
-            assert self.keys is not None and self.values is not None
-            self.keys = self.keys[:, :, : tokens_to_remove * self.num_slots]
-            self.values = self.values[:, :, : tokens_to_remove * self.num_slots]
-
-
-def stretch(cache: Cache, num_slots: int, num_layers: int) -> int:
-    """Give an empty dynamic cache layers for so many entries a token, in place; return the tokens that it holds.
-
-    Raises:
-        CacheError: the cache was filled by another model, or has room for one entry a token alone.
-    """
-    layers: list[Any] = cache.layers
-    if all(isinstance(layer, StretchedLayer) and layer.num_slots == num_slots for layer in layers) and layers:
-        if len(layers) != num_layers:
-            raise CacheError(f"the cache is of a model with {len(layers)} layers, this one has {num_layers}")
-        return int(cache.get_seq_length())
-    if not isinstance(cache, DynamicCache):
-        raise CacheError(
-            f"a {type(cache).__name__} has one entry a token; pauses need a DynamicCache (no cache_implementation)"
-        )
-    if layers and (length := int(cache.get_seq_length())) > 0:
-        raise CacheError(
-            f"the cache holds {length} tokens of another model. Pass a cache that this model returned, or an empty one."
-        )
-    cache.layers = [StretchedLayer(num_slots) for _ in range(num_layers)]
-    cache.layer_class_to_replicate = None
-    return 0
