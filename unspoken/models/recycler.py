@@ -25,6 +25,7 @@ from unspoken.latent.recycle import RecycleAdapter, carry, receiving_positions, 
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.inputs import document_mask, is_packed, may_recycle, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
+from unspoken.models.recurrent import RecurrentDecoding
 from unspoken.models.segments import Segment, cut
 
 
@@ -288,18 +289,15 @@ class RecyclerModel(LatentModel):
         return state
 
 
-class RecyclerForCausalLM(LatentForCausalLM):
+class RecyclerForCausalLM(RecurrentDecoding, LatentForCausalLM):
     """Recycler with its head. See `LatentForCausalLM.forward` for the losses, `RecyclerModel` for the passes."""
 
     config_class = RecyclerConfig
     base_model_class: type[LatentModel] = RecyclerModel
 
-    _verification: dict | None = None  # set while candidates of assisted decoding are scored
-
-    def _decoding_options(self, logits_to_keep: int | Tensor) -> dict:
-        if self._verification is not None and isinstance(logits_to_keep, int) and logits_to_keep > 1:
-            return {"num_recurrent": logits_to_keep - 1}
-        return {}
+    @property
+    def num_prefill_passes(self) -> int:
+        return self.config.num_prefill_passes
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         """A prompt prefilled in chunks keeps every pass's keys and values until decoding, so chunks change nothing."""
@@ -311,44 +309,12 @@ class RecyclerForCausalLM(LatentForCausalLM):
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, **kwargs):
-        """Without a cache, every step runs the prompt's passes and then the recurrence over what was generated, so
-        that `use_cache=False` gives the tokens that a cache gives."""
         if kwargs.get("prompt_mask") is not None:
             raise ValueError("generate() takes no prompt_mask; num_passes=1 prefills the prompt without recycling")
-        cache = kwargs.get("cache")
-        if self._verification is not None:
-            kwargs |= self._verification
-            if is_first_iteration and cache is not None and (length := int(cache.get_seq_length())) > 0:
-                # transformers would run the tokens of a returned cache once more
-                kwargs["next_sequence_length"] = input_ids.shape[1] - length
-        if cache is None:
-            kwargs.setdefault("num_passes", self.config.num_prefill_passes)
-            if inputs_embeds is not None and not is_first_iteration:
-                generated = self.get_input_embeddings()(input_ids[:, -kwargs["num_recurrent"] :])
-                inputs_embeds = torch.cat([inputs_embeds, generated], dim=1)
-                is_first_iteration = True  # for transformers: take the embeddings
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
-        )
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds, is_first_iteration, **kwargs)
         if kwargs.get("in_chunks") and kwargs.get("attention_mask") is not None:
             inputs["attention_mask"] = kwargs["attention_mask"]  # 2D in a chunk of one token too: it shows the pads
         return inputs
-
-    def _update_model_kwargs_for_generation(
-        self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens: int = 1
-    ):
-        if outputs.get("cache") is None:
-            model_kwargs["num_recurrent"] = model_kwargs.get("num_recurrent", 0) + num_new_tokens
-        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
-
-    def _assisted_decoding(self, *args, **kwargs):
-        """Candidates must be scored by the recurrence that decoding would run, not by a prefill's passes."""
-        options = ("num_passes",)  # ours, which a draft model would not know
-        self._verification = {name: kwargs.pop(name) for name in options if name in kwargs}
-        try:
-            return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._verification = None
 
 
 def _seam_only(seam: Tensor, tokens: _Tokens) -> Tensor:
