@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.families import _use_plain_experts, randomise, text_config
-from unspoken import LoopedConfig, PauseConfig, PonderConfig
+from unspoken import LoopedConfig, PauseConfig, Ponder2Config, PonderConfig
 from unspoken.eval.bodies import reference_body
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.convert import METHODS
@@ -22,9 +22,15 @@ CONFIGS = {
 }
 
 
+RECURRENT = {
+    "ponder2": Ponder2Config,
+    "ponder2 with two thoughts": lambda **fields: Ponder2Config(num_latent_thoughts=2, **fields),
+}
+
+
 def baseline(kind: str, name: str = "llama", dtype: torch.dtype = torch.float64, **text: Any) -> LatentForCausalLM:
     """In evaluation mode; `text` goes to the backbone's configuration."""
-    config = CONFIGS[kind](text_config=text_config(name, **text), embedding_scale=1.5)
+    config = (CONFIGS | RECURRENT)[kind](text_config=text_config(name, **text), embedding_scale=1.5)
     _use_plain_experts(config, dtype)
     return randomise(METHODS[kind.split(maxsplit=1)[0]](config)).to(dtype).eval()  # type: ignore[return-value]
 

@@ -188,6 +188,38 @@ class PauseConfig(LatentConfig):
             raise ValueError(f"num_pauses must be a whole number of at least 0, got {self.num_pauses!r}")
 
 
+class Ponder2Config(LatentConfig):
+    """PonderLM-2: `num_latent_thoughts` slots after every token; the input of each is the state of the slot before it.
+
+    - `train_refinements`: how often a training forward computes all thoughts anew from all of them; one is drawn for
+      each step.
+    - `num_refinements`: the same in evaluation and over a prompt. Decoding is exact.
+    """
+
+    model_type = "unspoken_ponder2"
+
+    num_latent_thoughts: int = 1
+    train_refinements: list[int] | None = None
+    num_refinements: int = 3
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.train_refinements is None:
+            self.train_refinements = [2, 3]
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if not _is_count(self.num_latent_thoughts, at_least=1):
+            raise ValueError(
+                f"num_latent_thoughts must be a whole number of at least 1, got {self.num_latent_thoughts!r}"
+            )
+        choices = [2, 3] if self.train_refinements is None else self.train_refinements
+        if not (isinstance(choices, list) and choices and all(_is_count(n, at_least=0) for n in choices)):
+            raise ValueError(f"train_refinements must be whole numbers of at least 0, got {choices!r}")
+        if not _is_count(self.num_refinements, at_least=0):
+            raise ValueError(f"num_refinements must be a whole number of at least 0, got {self.num_refinements!r}")
+
+
 class AdaptiveLatentConfig(LatentConfig):
     """Adaptive latent CoT: each token runs the backbone again on its own state until a router lets it go.
 
@@ -289,5 +321,6 @@ for _config_class in (
     LoopedConfig,
     PauseConfig,
     PonderConfig,
+    Ponder2Config,
 ):
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)

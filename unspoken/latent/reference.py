@@ -197,3 +197,51 @@ def paused(backbone: GridBackbone, embeddings: Tensor, pause: Tensor, num_pauses
     visible = torch.ones(len(times), len(times), dtype=torch.bool).tril()
     states = backbone(torch.stack(inputs)[None], torch.tensor(times), visible)
     return states[:, num_pauses :: 1 + num_pauses]
+
+
+def interleaved(backbone: GridBackbone, stages: list[Tensor]) -> list[Tensor]:
+    """The states of several slots a token, [1, T, d] for each stage, in one causal sequence: x_1 z_1 x_2 z_2 ..."""
+    inputs, times = [], []
+    for t in range(stages[0].shape[1]):
+        inputs += [stage[0, t] for stage in stages]
+        times += [t] * len(stages)
+    visible = torch.ones(len(times), len(times), dtype=torch.bool).tril()
+    states = backbone(torch.stack(inputs)[None], torch.tensor(times), visible)
+    return [states[:, i :: len(stages)] for i in range(len(stages))]
+
+
+def refined_thoughts(
+    backbone: GridBackbone, embeddings: Tensor, num_thoughts: int, num_refinements: int
+) -> tuple[Tensor, list[Tensor]]:
+    """PonderLM-2's forward over many tokens. embeddings [1, T, d] -> states of the last slots, and what entered each.
+
+    Source: PonderLM-2 (arXiv 2509.23184).
+    """
+    stages = [embeddings]
+    for _ in range(num_thoughts):
+        stages.append(interleaved(backbone, stages)[-1])
+    for _ in range(num_refinements):
+        stages = [embeddings, *interleaved(backbone, stages)[:-1]]
+    return interleaved(backbone, stages)[-1], stages
+
+
+def thoughts(
+    backbone: GridBackbone, embeddings: Tensor, num_thoughts: int, prompt: list[Tensor] | None = None
+) -> Tensor:
+    """PonderLM-2 as decoding runs it: each slot after all slots before it. [1, T, d] -> states of the last slots.
+
+    prompt: what entered the slots of the first tokens, for each stage [1, P, d]; they are left as they are.
+    """
+    num_slots = 1 + num_thoughts
+    num_read = 0 if prompt is None else prompt[0].shape[1]
+    inputs = [stage[0, t] for t in range(num_read) for stage in prompt or ()]
+    times = [t for t in range(num_read) for _ in range(num_slots)]
+    for t in range(num_read, embeddings.shape[1]):
+        entering = embeddings[0, t]
+        for _ in range(num_slots):
+            inputs.append(entering)
+            times.append(t)
+            visible = torch.ones(len(times), len(times), dtype=torch.bool).tril()
+            states = backbone(torch.stack(inputs)[None], torch.tensor(times), visible)
+            entering = states[0, -1]
+    return states[:, num_thoughts::num_slots]

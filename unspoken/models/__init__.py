@@ -13,6 +13,7 @@ def register() -> None:
     from unspoken.models.looped import LoopedForCausalLM, LoopedModel
     from unspoken.models.pause import PauseForCausalLM, PauseModel
     from unspoken.models.ponder import PonderForCausalLM, PonderModel
+    from unspoken.models.ponder2 import Ponder2ForCausalLM, Ponder2Model
     from unspoken.models.recycler import RecyclerForCausalLM, RecyclerModel
     from unspoken.models.vanilla import VanillaForCausalLM, VanillaModel
 
@@ -24,6 +25,7 @@ def register() -> None:
         (LoopedModel, LoopedForCausalLM),
         (PauseModel, PauseForCausalLM),
         (PonderModel, PonderForCausalLM),
+        (Ponder2Model, Ponder2ForCausalLM),
     )
     for base, head in models:
         AutoModel.register(base.config_class, base, exist_ok=True)

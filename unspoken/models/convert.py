@@ -26,6 +26,7 @@ from unspoken.models.load import forget_file, load_source
 from unspoken.models.looped import LoopedForCausalLM
 from unspoken.models.pause import PauseForCausalLM
 from unspoken.models.ponder import PonderForCausalLM
+from unspoken.models.ponder2 import Ponder2ForCausalLM
 from unspoken.models.recycler import RecyclerForCausalLM
 from unspoken.models.vanilla import VanillaForCausalLM
 
@@ -37,6 +38,7 @@ METHODS: dict[str, type[LatentForCausalLM]] = {
     "looped": LoopedForCausalLM,
     "pause": PauseForCausalLM,
     "ponder": PonderForCausalLM,
+    "ponder2": Ponder2ForCausalLM,
     "vanilla": VanillaForCausalLM,
 }
 FIELDS = ("num_train_passes", "num_prefill_passes", "router_bias", "exit_threshold", "max_latent_steps")  # options

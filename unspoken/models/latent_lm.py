@@ -21,7 +21,7 @@ from transformers.utils.generic import can_return_tuple
 from unspoken.config import LatentConfig
 from unspoken.latent.halting import RouterOutput
 from unspoken.latent.recycle import ZeroLinear, ZeroRMSNorm, predicted_positions
-from unspoken.models.backbone import build_backbone, embedding_name, family_of, logit_transform
+from unspoken.models.backbone import build_backbone, embedding_name, family_of, input_multiplier, logit_transform
 from unspoken.models.inputs import real_positions
 from unspoken.models.loss import IGNORE_INDEX, chunked_cross_entropy, module_cross_entropy, shift_labels
 from unspoken.models.segments import Segment
@@ -122,6 +122,11 @@ class LatentModel(LatentPreTrainedModel):
             inputs_embeds = self.get_input_embeddings()(input_ids)
         scale = self.config.embedding_scale
         return inputs_embeds if scale == 1.0 else inputs_embeds * scale
+
+    def as_inputs(self, states: Tensor) -> Tensor:
+        """States as inputs: a body that multiplies its inputs (Granite) would multiply them, and they are none."""
+        multiplier = input_multiplier(self.config.text_config)
+        return states if multiplier == 1.0 else states / multiplier
 
     def resolve_cache(
         self, cache: Cache | None, kwargs: dict, use_cache: bool | None, is_packed: bool | None
@@ -317,6 +322,25 @@ def by_pass(router_logits: tuple[Tensor, ...], num_passes: int) -> list[tuple[Te
     """The layers' router logits of each pass."""
     num_layers = len(router_logits) // num_passes
     return [router_logits[i * num_layers : (i + 1) * num_layers] for i in range(num_passes)]
+
+
+def joined(first: LatentModelOutput, second: LatentModelOutput) -> LatentModelOutput:
+    """Two outputs one after the other. Attention maps have different widths and are left out."""
+
+    def both(name: str):
+        pair = first.get(name), second.get(name)
+        return None if None in pair else tuple(torch.cat(states, dim=1) for states in zip(*pair, strict=True))
+
+    batch = len(first.last_hidden_state)
+    pairs = zip(first.router_logits or (), second.router_logits or (), strict=False)
+    router_logits = [torch.cat([part.view(batch, -1, part.shape[-1]) for part in pair], dim=1) for pair in pairs]
+    return LatentModelOutput(
+        last_hidden_state=torch.cat([first.last_hidden_state, second.last_hidden_state], dim=1),
+        cache=second.cache,
+        hidden_states=both("hidden_states"),
+        router_logits=tuple(logits.flatten(0, 1) for logits in router_logits) or None,
+        pass_latents=None if first.latents is None else (first.latents.followed_by(second.latents),),
+    )
 
 
 def _carried(outputs: LatentModelOutput) -> dict:

@@ -26,7 +26,6 @@ from unspoken.latent.halting import Halting, Router, halt
 from unspoken.latent.recycle import document_starts
 from unspoken.latent.slots import Part, SlotTable, run_cache, slot_table, store, stored_part, written
 from unspoken.latent.visibility import Entries, grid_masks, joined, mask_function
-from unspoken.models.backbone import input_multiplier
 from unspoken.models.inputs import document_mask
 from unspoken.models.latent_lm import LatentModelOutput
 
@@ -150,6 +149,7 @@ class TakesLatentSteps:
     router: Router
     config: Any
     training: bool
+    as_inputs: Callable[[Tensor], Tensor]
     gradient_checkpointing: bool = False
     goes_on_anywhere: Callable[[bool], bool] = staticmethod(bool)
     """Whether tokens go on in any process. Shards of a step must be gathered by all of them, or by none."""
@@ -227,7 +227,7 @@ class TakesLatentSteps:
             going = indices[halting.goes_on]
             lengths = lengths.index_add(0, going, torch.ones_like(going))
             active, inputs = _gathered(run.hidden, active, halting)
-            inputs = inputs / self._input_multiplier() if self._input_multiplier() != 1.0 else inputs
+            inputs = self.as_inputs(inputs)
             positions = active.of(tokens.positions)
             mask = self._mask(parts, tokens.entries(active, step + 1), active, step + 1, inputs.dtype)
         if cache is not None and table is not None:
@@ -328,10 +328,6 @@ class TakesLatentSteps:
             return halt(active.reach, gate, knobs.exit_threshold)
         goes_on = active.taken
         return Halting(active.reach.masked_fill(goes_on, 0), active.reach.masked_fill(~goes_on, 0), goes_on)
-
-    def _input_multiplier(self) -> float:
-        """A body that multiplies its inputs (Granite) would multiply a state, which is no embedding."""
-        return input_multiplier(self.config.text_config)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from unspoken.latent.cache import RecycledStateLayer, attach_state, fork, recycl
 from unspoken.latent.recycle import RecycleAdapter, carry, receiving_positions, shift
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.inputs import document_mask, is_packed, may_recycle, real_positions, refuse_unknown, without_pads
-from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
+from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput, joined
 from unspoken.models.recurrent import RecurrentDecoding
 from unspoken.models.segments import Segment, cut
 
@@ -166,7 +166,7 @@ class RecyclerModel(LatentModel):
         outputs = self._prefill(tokens.part(0, num_prefilled), cache, state, num_passes)
         if num_recurrent:
             rest = self._recurrence(tokens.part(num_prefilled, len(tokens)), cache, in_same_forward=True)
-            outputs = _joined(outputs, rest)
+            outputs = joined(outputs, rest)
         return outputs
 
     def _prefill(
@@ -227,10 +227,10 @@ class RecyclerModel(LatentModel):
         for t in range(len(tokens)):
             token, state = tokens.part(t, t + 1), recycled_state(keys)
             outputs.append(self._prefill(token, keys, state, num_passes=1, in_same_forward=in_same_forward or t > 0))
-        joined = outputs[0]
+        whole = outputs[0]
         for output in outputs[1:]:
-            joined = _joined(joined, output)
-        return _with_cache(joined, cache)
+            whole = joined(whole, output)
+        return _with_cache(whole, cache)
 
     def _run_options(self, kwargs: dict) -> dict:
         """What every run of the backbone is given beside its inputs.
@@ -350,22 +350,3 @@ def _collected(outputs: list, cache: Cache | None = None) -> LatentModelOutput:
 
 def _with_cache(outputs: LatentModelOutput, cache: Cache | None) -> LatentModelOutput:
     return LatentModelOutput(**{**outputs, "cache": cache})
-
-
-def _joined(first: LatentModelOutput, second: LatentModelOutput) -> LatentModelOutput:
-    """Two outputs one after the other. Attention maps have different widths and are left out."""
-
-    def both(name: str):
-        pair = first.get(name), second.get(name)
-        return None if None in pair else tuple(torch.cat(states, dim=1) for states in zip(*pair, strict=True))
-
-    batch = len(first.last_hidden_state)
-    pairs = zip(first.router_logits or (), second.router_logits or (), strict=False)
-    router_logits = [torch.cat([part.view(batch, -1, part.shape[-1]) for part in pair], dim=1) for pair in pairs]
-    return LatentModelOutput(
-        last_hidden_state=torch.cat([first.last_hidden_state, second.last_hidden_state], dim=1),
-        cache=second.cache,
-        hidden_states=both("hidden_states"),
-        router_logits=tuple(logits.flatten(0, 1) for logits in router_logits) or None,
-        pass_latents=None if first.latents is None else (first.latents.followed_by(second.latents),),
-    )

@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import LatentConfig
 from unspoken.errors import CacheError
-from unspoken.models.backbone import final_norm, input_multiplier
+from unspoken.models.backbone import final_norm
 from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentModel, LatentModelOutput, by_pass
 
@@ -100,11 +100,6 @@ class RepeatedModel(LatentModel):
         finally:
             if hook is not None:
                 hook.remove()
-
-    def as_inputs(self, states: Tensor) -> Tensor:
-        """States as inputs: a body that multiplies its inputs (Granite) would multiply them, and they are none."""
-        multiplier = input_multiplier(self.config.text_config)
-        return states if multiplier == 1.0 else states / multiplier
 
 
 class RepeatedHead:
