@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.analysis.test_flops import LENGTH, counted
-from tests.baselines import CONFIGS, baseline
+from tests.baselines import CONFIGS, RECURRENT, baseline
 from tests.families import random_ids
 from unspoken.analysis.flops import Attention, model_flops, training_flops
 
@@ -12,7 +12,7 @@ FAMILIES = ["llama_tied", "gpt_neox", "qwen3_moe"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", [*CONFIGS, *RECURRENT])
 @torch.no_grad()
 def test_a_forward_is_what_torch_counts(kind, name):
     model, ids = baseline(kind, name, attn_implementation="eager"), random_ids(2, LENGTH)
@@ -21,13 +21,15 @@ def test_a_forward_is_what_torch_counts(kind, name):
     assert seen == 2 * (flops.passes(LENGTH, is_dense=True) + LENGTH * flops.head)
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", [*CONFIGS, *RECURRENT])
 @torch.no_grad()
 def test_decoding_a_token_is_what_torch_counts(kind):
     model, ids = baseline(kind, attn_implementation="eager"), random_ids(1, LENGTH)
     cache = model(ids[:, :-1], use_cache=True).cache
     seen, flops = counted(lambda: model(ids[:, -1:], cache=cache)), model_flops(model)
-    unseen = flops.slots * (flops.slots - 1) // 2  # a token's own later slots, which are masked and computed
+    slots = flops.runs[-1]
+    # A token's own later slots, where they run together, are masked and computed.
+    unseen = 0 if kind in RECURRENT else slots * (slots - 1) // 2
     assert seen == flops.decode(LENGTH) + sum(layer.flops_per_key * unseen for layer in flops.attention)
 
 
@@ -41,14 +43,29 @@ def test_a_training_step_is_what_torch_counts(kind):
 
     seen = counted(step)
     flops = model_flops(model)
-    recomputed = 2 * (flops.runs - 1) * flops.mean_embedding // 2 * LENGTH
+    recomputed = 2 * (len(flops.runs) - 1) * flops.mean_embedding // 2 * LENGTH
     targets, tokens = 2 * (LENGTH - 1), 2 * LENGTH
     assert seen == pytest.approx(
         3 * (2 * flops.passes(LENGTH, is_dense=True) + targets * flops.head) + recomputed, rel=1e-9
     )
-    summary = {"tokens": tokens, "pass_tokens": tokens * flops.runs * flops.slots, "target_tokens": targets}
+    summary = {"tokens": tokens, "pass_tokens": tokens * sum(flops.runs), "target_tokens": targets}
     masked = flops.passes(LENGTH, is_dense=True) - flops.passes(LENGTH)
     assert training_flops(flops, summary, LENGTH, False) == pytest.approx(seen - recomputed - 6 * masked, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_refinements", [2, 3])
+def test_refinements_are_counted_as_they_were_drawn(num_refinements):
+    model, ids = baseline("ponder2", attn_implementation="eager").train(), random_ids(2, LENGTH)
+
+    def step():
+        model(ids, labels=ids, num_refinements=num_refinements).loss.backward()
+
+    seen = counted(step)
+    flops, tokens, targets = model_flops(model), 2 * LENGTH, 2 * (LENGTH - 1)
+    runs = model.model.runs_of_pass(num_refinements)
+    summary = {"tokens": tokens, "pass_tokens": tokens * sum(runs), "target_tokens": targets}
+    masked = sum(flops.run(LENGTH, slots, is_dense=True) - flops.run(LENGTH, slots) for slots in runs)
+    assert training_flops(flops, summary, LENGTH, False) == pytest.approx(seen - 6 * masked, rel=1e-9)
 
 
 @pytest.mark.parametrize("window", [None, 3, 20])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.baselines import CONFIGS, baseline
+from tests.baselines import CONFIGS, RECURRENT, baseline
 from tests.eval.test_verify_latent_steps import DECODE, failed
 from unspoken.eval.verify import verify
 from unspoken.models import repeated, slotted
@@ -15,6 +15,21 @@ def test_a_sound_model_passes(kind):
     assert failed(verification) == []
     skipped = [result.name for result in verification.results if result.passed is None]
     assert sorted(skipped) == ["k >= length = exact", "latent steps = one by one"]
+
+
+@pytest.mark.parametrize("kind", list(RECURRENT))
+def test_a_sound_model_with_thoughts_passes(kind):
+    verification = verify(baseline(kind, "llama_tied"), seed=3)
+    assert failed(verification) == []
+    assert "prefill in chunks = whole" in [result.name for result in verification.results if result.passed is None]
+
+
+def test_a_thought_that_enters_too_early_is_seen(monkeypatch):
+    """The state that the slot before it had one refinement ago."""
+    model = baseline("ponder2")
+    base, original = model.model, model.model._refined
+    monkeypatch.setattr(base, "_refined", lambda tokens, cache, n: original(tokens, cache, n - 1))
+    assert DECODE in failed(verify(model, seed=3, names=[DECODE]))
 
 
 @pytest.mark.parametrize("kind", ["looped", "ponder"])

@@ -10,8 +10,14 @@ from unspoken import cli
 from unspoken.analysis.flops import run_flops
 from unspoken.models.load import load_model
 from unspoken.train.metrics import read_metrics
+from unspoken.train.schedule import drawn_at
 
-METHODS = {"looped": ("num_loops", 3), "pause": ("num_pauses", 2), "ponder": ("num_ponder_steps", 2)}
+METHODS = {
+    "looped": ("num_loops", 3),
+    "pause": ("num_pauses", 2),
+    "ponder": ("num_ponder_steps", 2),
+    "ponder2": ("num_latent_thoughts", 1),
+}
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -24,8 +30,12 @@ def test_a_run_from_recipe_to_evaluation(values, tmp_path, capsys, method):
     train = ["train", str(path), "--run.out", str(out)]
     assert cli.main(train) == 0
     summary = json.loads((out / "summary.json").read_text())
-    runs = number if method == "looped" else number + 1
-    assert summary["pass_tokens"] == runs * summary["tokens"]
+    if method == "ponder2":  # seven steps of one run over tokens, three or four over tokens and thoughts
+        each = [1 + 2 * (drawn_at(step, 0, [2, 3]) + 1) for step in range(7)]
+        assert len(set(each)) == 2
+        assert summary["pass_tokens"] == sum(each) * summary["tokens"] // 7
+    else:
+        assert summary["pass_tokens"] == (number if method == "looped" else number + 1) * summary["tokens"]
     assert run_flops(out).counted > 0
     rows = [row for row in read_metrics(out) if row["kind"] == "eval"]
     assert rows[-1]["loss_pass_1"] < rows[0]["loss_pass_1"]
@@ -41,7 +51,7 @@ def test_a_run_from_recipe_to_evaluation(values, tmp_path, capsys, method):
     evaluated = ["eval", str(out / "model"), "--data", str(values["data"]["path"]), "--sequence-length", "32"]
     assert cli.main([*evaluated, "--max-sequences", "4", "--out", str(tmp_path / "eval")]) == 0
     results = json.loads((tmp_path / "eval" / "eval.json").read_text())["results"]
-    assert list(results) == ["k=1"]
+    assert list(results) == (["k=1", "exact"] if method == "ponder2" else ["k=1"])
     capsys.readouterr()
     assert cli.main(["generate", str(out / "model"), "--prompt", "The", "--max-new-tokens", "4"]) == 0
     assert cli.main(["verify", str(out / "model")]) == 0

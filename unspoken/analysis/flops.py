@@ -85,8 +85,8 @@ class ModelFlops:
     """Forward FLOPs of a model's parts: `layers`, `adapter` and `head` are of one token, `attention` is by layer.
 
     `adapter` is 0 for a plain model, `latent` None for one without latent steps, and `compute_parameters` the N of
-    6 N D. `runs` of the backbone over all tokens in a pass, each but the first behind a `mean_embedding` (PonderLM);
-    `slots` in a run for each token (pauses).
+    6 N D. `runs`: those of the backbone over all tokens in a pass, for each the slots of a token; in PonderLM a
+    `mean_embedding` stands between two. `decode_runs`: those of a token in decoding, over the last run's slots.
     """
 
     layers: int
@@ -95,20 +95,24 @@ class ModelFlops:
     head: int
     compute_parameters: int
     latent: LatentFlops | None = None
-    runs: int = 1
-    slots: int = 1
+    runs: tuple[int, ...] = (1,)
+    decode_runs: int = 1
     mean_embedding: int = 0
 
-    def passes(self, num_tokens: int, num_passes: int = 1, is_dense: bool = False) -> int:
-        """A forward of so many parallel passes over one sequence, without the head."""
-        num_slots = num_tokens * self.slots
+    def run(self, num_tokens: int, slots: int = 1, is_dense: bool = False) -> int:
+        """The backbone over one sequence, without head and adapter."""
+        num_slots = num_tokens * slots
         if is_dense:
             attention = sum(layer.flops_per_key for layer in self.attention) * num_slots**2
         else:
-            attention = sum(layer.over(num_tokens, self.slots) for layer in self.attention)
-        between = self.mean_embedding * num_tokens * (self.runs - 1)
-        adapter = self.adapter * num_tokens * (num_passes - 1)
-        return num_passes * (self.runs * (self.layers * num_slots + attention) + between) + adapter
+            attention = sum(layer.over(num_tokens, slots) for layer in self.attention)
+        return self.layers * num_slots + attention
+
+    def passes(self, num_tokens: int, num_passes: int = 1, is_dense: bool = False) -> int:
+        """A forward of so many parallel passes over one sequence, without the head."""
+        runs = sum(self.run(num_tokens, slots, is_dense) for slots in self.runs)
+        between = self.mean_embedding * num_tokens * (len(self.runs) - 1)
+        return num_passes * (runs + between) + self.adapter * num_tokens * (num_passes - 1)
 
     def training(self, sequence_length: int, num_passes: float = 1, has_checkpointing: bool = False) -> float:
         """Forward and backward of one token, in sequences of that length; `num_passes` may be a mean over steps.
@@ -129,11 +133,12 @@ class ModelFlops:
 
         latent_length: latent steps of every token; a mean that is no whole number estimates what `decode_steps` counts.
         """
-        attention = sum(layer.at(num_keys, self.slots) for layer in self.attention)
+        slots = self.runs[-1]
+        attention = sum(layer.at(num_keys, slots) for layer in self.attention)
         total, entries = float(self.adapter + self.head), 0.0
         if self.latent is None:
-            between = self.mean_embedding * (self.runs - 1)
-            return round(total) + self.runs * (self.layers * self.slots + attention) + between
+            between = self.mean_embedding * (len(self.runs) - 1)
+            return round(total) + self.decode_runs * (self.layers * slots + attention) + between
         for step in range(math.ceil(latent_length) + 1):
             share = min(1.0, 1.0 + latent_length - step)  # of tokens that run once more
             entries += share
@@ -209,8 +214,8 @@ def model_flops(model: LatentForCausalLM | LatentConfig) -> ModelFlops:
         head=2 * model.lm_head.weight.numel(),
         compute_parameters=compute_parameters(model),
         latent=_latent(model) if isinstance(model.config, AdaptiveLatentConfig) else None,
-        runs=getattr(model.model, "num_runs", 1),
-        slots=getattr(model.model, "num_slots", 1),
+        runs=tuple(model.model.runs_of_pass()),
+        decode_runs=getattr(model.model, "num_runs", 1),
         mean_embedding=4 * model.lm_head.weight.numel() if isinstance(model.config, PonderConfig) else 0,
     )
 
@@ -220,14 +225,18 @@ def training_flops(
 ) -> float:
     """Training FLOPs of a run with these counts in summary.json: `tokens`, `pass_tokens`, `target_tokens`, and for a
     model with latent steps `COUNTS`."""
-    tokens, latent = summary["tokens"], flops.latent
-    pass_tokens = summary["pass_tokens"] / (flops.runs * flops.slots)
+    tokens, pass_tokens, latent = summary["tokens"], summary["pass_tokens"], flops.latent
     targets = summary.get("target_tokens", tokens) / max(1, tokens)
     parallel_tokens = pass_tokens - (summary["latent_steps"] if latent else 0)  # over all passes
+    if flops.runs != (1,):
+        parallel_tokens = tokens  # a pass of several runs, or slots
     heads = targets * parallel_tokens
     others, forward_only = flops.adapter * (parallel_tokens - tokens), 0.0
     if latent is None:
-        layers = flops.passes(sequence_length) / sequence_length * pass_tokens
+        # Passes, and refinements of PonderLM-2, beyond one pass as configured are runs like its last one.
+        more = (pass_tokens / tokens - sum(flops.runs)) / flops.runs[-1]
+        whole = flops.passes(sequence_length) + more * flops.run(sequence_length, flops.runs[-1])
+        layers = whole / sequence_length * tokens
     else:
         layers = flops.layers * pass_tokens + flops.keys(summary["attention_keys"])
         others += latent.gate * summary["gates"]

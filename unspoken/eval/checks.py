@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from unspoken.errors import UnspokenError
 from unspoken.eval.subject import Subject, deviation
-from unspoken.latent import reference
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.drift import Drift, drift
 from unspoken.models.knobs import takes_latent_steps
@@ -96,8 +95,7 @@ def cached_is_uncached(subject: Subject) -> float:
     for k in range(1, subject.num_passes + 1):
         filled = subject.pass_logits(ids, k, use_cache=True)
         worst = max(worst, deviation(filled, subject.pass_logits(ids, k, use_cache=False)))
-    backbone, adapter = subject.reference()
-    expected = subject.head(reference.exact_recurrence(backbone, adapter, subject.embed(ids)))
+    expected = subject.recurrence(ids)
     first = subject.model.model(ids[:, : LENGTHS[0]], num_passes="exact", use_cache=True)
     second = subject.exact_logits(ids[:, LENGTHS[0] :], cache=first.cache)
     both = torch.cat([subject.head(first.last_hidden_state), second], dim=1)
@@ -143,7 +141,7 @@ def past_ignores_future(subject: Subject) -> float:
 def enough_passes_are_exact(subject: Subject) -> float:
     """As many passes as tokens against the sequential recurrence, the model's own and the reference's."""
     ids = subject.ids(2, LENGTHS[1])
-    expected = subject.head(reference.exact_recurrence(*subject.reference(), subject.embed(ids)))
+    expected = subject.recurrence(ids)
     passes = subject.pass_logits(ids, LENGTHS[1], use_cache=False)
     early = max(deviation(passes[i, :, : i + 1], expected[:, : i + 1]) for i in range(LENGTHS[1]))
     return max(early, deviation(passes[-1], expected), deviation(subject.exact_logits(ids), expected))
@@ -202,6 +200,7 @@ CHECKS = {
 BASE_CHECK, DRIFT_CHECK = "logits = base", "latent steps stay near base"
 BIT_FOR_BIT = {"save/load", BASE_CHECK}
 OF_RECYCLING, OF_LATENT_STEPS = {"k >= length = exact"}, {"latent steps = one by one"}
+IN_CHUNKS = {"prefill in chunks = whole"}
 
 
 def base_check(base: PreTrainedModel) -> Callable[[Subject], float]:

@@ -140,14 +140,15 @@ def prepare_scores(
     exact: bool = True,
     settings: Sequence[Setting] | None = None,
 ) -> Scores:
-    """Empty scores for `score`. A model that does not recycle has one pass, which is exact. settings: the first is
+    """Empty scores for `score`. A model that does not recycle has one pass. settings: the first is
     without a suffix; by default it is the only one."""
     if num_passes < 1:
         raise UsageError(f"the number of passes is {num_passes}; it must be at least 1")
     recycles = isinstance(model, RecyclerForCausalLM)
     done = np.zeros(len(rows), dtype=bool)
     settings = settings or settings_of(model)
-    scores = Scores(rows, num_passes if recycles else 1, exact and recycles, settings, {}, {}, done)
+    has_exact = exact and model.decodes_by_recurrence
+    scores = Scores(rows, num_passes if recycles else 1, has_exact, settings, {}, {}, done)
     for setting in settings:
         for name in filter(None, (*scores.passes(setting), scores.exact(setting))):
             scores.nats[name] = np.zeros(len(rows))

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from unspoken.eval.bodies import reference_body
+from unspoken.eval.thinking import grid_backbone
 from unspoken.latent import reference
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.knobs import takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.ponder2 import Ponder2ForCausalLM
 from unspoken.models.recycler import RecyclerForCausalLM
 
 NUM_NEW_TOKENS = 6
@@ -80,13 +82,38 @@ class Subject:
         runs is run in the backbone's place."""
         return self.body, self.model.model.adapter if self.recycles else torch.zeros_like
 
+    @property
+    def has_thoughts(self) -> bool:
+        """Slots that a prompt approximates and decoding does not."""
+        return isinstance(self.model, Ponder2ForCausalLM)
+
+    def recurrence(self, input_ids: Tensor) -> Tensor:
+        """Logits of the sequential recurrence, [B, T, V]."""
+        embeds = self.embed(input_ids)
+        if not self.has_thoughts:
+            return self.head(reference.exact_recurrence(*self.reference(), embeds))
+        grid, count = grid_backbone(self.model.model), self.model.config.num_latent_thoughts
+        return self.head(torch.cat([reference.thoughts(grid, row, count) for row in embeds.split(1)]))
+
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.model.embed(input_ids, None) * input_multiplier(self.model.config.text_config)
 
     def decoding_logits(self, input_ids: Tensor, prompt_length: int, num_passes: int) -> Tensor:
         """What decoding must compute from the prompt's last position on, [B, T - prompt_length + 1, V]."""
+        if self.has_thoughts:
+            return self._thoughts_after(input_ids, prompt_length)
         hidden = reference.prefill_then_decode(*self.reference(), self.embed(input_ids), prompt_length, num_passes)
         return self.head(hidden[:, prompt_length - 1 :])
+
+    def _thoughts_after(self, input_ids: Tensor, prompt_length: int) -> Tensor:
+        config, grid = self.model.config, grid_backbone(self.model.model)
+        embeds, count, hidden = self.embed(input_ids), config.num_latent_thoughts, []
+        for row in embeds.split(1):
+            states, stages = reference.refined_thoughts(grid, row[:, :prompt_length], count, config.num_refinements)
+            if prompt_length < row.shape[1]:
+                states = reference.thoughts(grid, row, count, stages)
+            hidden.append(states[:, prompt_length - 1 :])
+        return self.head(torch.cat(hidden))
 
 
 def deviation(actual: Tensor, expected: Tensor) -> float:

@@ -21,6 +21,7 @@ from unspoken.eval.checks import (
     BIT_FOR_BIT,
     CHECKS,
     DRIFT_CHECK,
+    IN_CHUNKS,
     OF_LATENT_STEPS,
     OF_RECYCLING,
     base_check,
@@ -120,6 +121,8 @@ def _run(name: str, check: Callable[[Subject], float], subject: Subject) -> Resu
         return Result(name, None, None, tolerance, "a model that does not recycle has one pass")
     if name in OF_LATENT_STEPS and not subject.takes_steps:
         return Result(name, None, None, tolerance, "the model takes no latent steps")
+    if name in IN_CHUNKS and subject.has_thoughts:
+        return Result(name, None, None, tolerance, "a prompt in chunks would be approximated otherwise, and is refused")
     try:
         worst = check(subject)
     except Exception as error:

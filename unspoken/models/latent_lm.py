@@ -123,6 +123,11 @@ class LatentModel(LatentPreTrainedModel):
         scale = self.config.embedding_scale
         return inputs_embeds if scale == 1.0 else inputs_embeds * scale
 
+    def runs_of_pass(self, **options: Any) -> list[int]:
+        """The runs of the backbone over all tokens in one pass, latent steps apart: for each, the slots of a token.
+        options: of the forward."""
+        return [1]
+
     def as_inputs(self, states: Tensor) -> Tensor:
         """States as inputs: a body that multiplies its inputs (Granite) would multiply them, and they are none."""
         multiplier = input_multiplier(self.config.text_config)
@@ -164,6 +169,7 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
     """Head, loss and generation over a `LatentModel`. A subclass names its base model's class."""
 
     base_model_class: type[LatentModel]
+    decodes_by_recurrence = False  # else a forward over many tokens computes what decoding computes
     accepts_loss_kwargs = True  # Trainer: our loss is normalised by num_items_in_batch
 
     def __init__(self, config: LatentConfig):

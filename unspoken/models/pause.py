@@ -42,6 +42,9 @@ class PauseModel(LatentModel):
         """Of a token."""
         return 1 + self.config.num_pauses
 
+    def runs_of_pass(self, **options: Any) -> list[int]:
+        return [self.num_slots]
+
     @can_return_tuple
     def forward(
         self,

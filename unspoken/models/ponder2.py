@@ -79,8 +79,7 @@ class Ponder2Model(LatentModel):
         """Of a token."""
         return 1 + self.config.num_latent_thoughts
 
-    def runs(self, num_refinements: int | None = None, **options: Any) -> list[int]:
-        """Runs of the backbone in a parallel forward: the slots of a token in each."""
+    def runs_of_pass(self, num_refinements: int | None = None, **options: Any) -> list[int]:
         if num_refinements is None:
             num_refinements = self.config.num_refinements
         return [*range(1, self.num_slots), *[self.num_slots] * (num_refinements + 1)]
@@ -160,7 +159,7 @@ class Ponder2Model(LatentModel):
     def _refined(self, tokens: _Tokens, cache: Cache | None, num_refinements: int) -> LatentModelOutput:
         """The thoughts one after the other, then all from all, and at last the states."""
         stages, outputs = [tokens.embeds], []
-        *first_runs, _ = self.runs(num_refinements)
+        *first_runs, _ = self.runs_of_pass(num_refinements)
         for num_slots in first_runs:
             earlier = None if cache is None or tokens.first == 0 else fork(cache)
             output, states = self._run(stages, tokens, earlier)

@@ -15,6 +15,7 @@ from torch import Tensor
 class RecurrentDecoding:
     """Mixed in before `LatentForCausalLM`."""
 
+    decodes_by_recurrence = True
     _verification: dict | None = None  # set while candidates of assisted decoding are scored
     get_input_embeddings: Any
 

@@ -36,6 +36,9 @@ class RepeatedModel(LatentModel):
     def num_runs(self) -> int:
         raise NotImplementedError
 
+    def runs_of_pass(self, **options: Any) -> list[int]:
+        return [1] * self.num_runs
+
     def next_inputs(self, embeds: Tensor, inputs: Tensor, hidden: Tensor, head: Any) -> Tensor:
         """Inputs of the next run [B, T, d], on the embeddings' scale, from those of this one and its states."""
         raise NotImplementedError

@@ -116,11 +116,6 @@ def num_passes(config: Any) -> int:
     return config.num_train_passes if isinstance(config, RecyclerConfig) else 1
 
 
-def runs_per_pass(model: LatentForCausalLM) -> int:
-    """Runs of the backbone over a token in one pass, latent steps apart: loops, or slots."""
-    return getattr(model.model, "num_runs", 1) * getattr(model.model, "num_slots", 1)
-
-
 def compute_parameters(model: LatentForCausalLM) -> int:
     """The N of 6 N FLOPs a token and pass: all parameters but a lookup table that is not the head too."""
     total = sum(p.numel() for p in model.parameters())

@@ -20,7 +20,7 @@ from torch import Tensor
 from unspoken.errors import UnspokenError
 from unspoken.latent.counts import COUNTS
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.train.build import Data, max_passes, num_passes, runs_per_pass
+from unspoken.train.build import Data, max_passes, num_passes
 from unspoken.train.checkpoint import SEAL, CheckpointWriter, generators, read_record, read_tensors, set_generators
 from unspoken.train.console import RunConsole
 from unspoken.train.heldout import held_out_losses
@@ -30,7 +30,7 @@ from unspoken.train.optim import build_optimizer, freeze_adapter, optimizer_tens
 from unspoken.train.parallel import Engine, Ranks, naming_lost_ranks, whole_number
 from unspoken.train.progress import Clock, Progress
 from unspoken.train.recipe import Recipe
-from unspoken.train.schedule import LearningRate, is_uncut, passes_at
+from unspoken.train.schedule import LearningRate, drawn_at, is_uncut, passes_at
 from unspoken.train.selftest import SelfTest
 from unspoken.train.step import forward_backward
 
@@ -113,11 +113,11 @@ class TrainingLoop:
         set_learning_rate(self.optimizer, self.learning_rate, step)
         batch = self.data.train.global_batch(step, train.batch_size, self.ranks.rank, self.ranks.size)
         self_test = SelfTest(self.engine, train) if step == self._begin.step else None
-        options = {"exit_threshold": 0.0} if is_uncut(step, self.recipe.num_steps, train.no_cut_fraction) else {}
+        options = self._forward_options(step)
         sums = forward_backward(self.engine, batch, self.rows_at_once, k, self._autocast(), **options)
         loss, pass_losses, num_targets, latents, counts = sums
         if self_test is not None:
-            self_test.check(k, len(batch["labels"]) // self.rows_at_once)
+            self_test.check(k, len(batch["labels"]) // self.rows_at_once, **options)
         parameters = list(self.engine.parameters.values())
         grad_norm = whole_number(torch.nn.utils.clip_grad_norm_(parameters, self.recipe.optim.max_grad_norm))
         # The one place where a step waits for the device: weights must not move on a gradient that is not a number.
@@ -130,7 +130,7 @@ class TrainingLoop:
         means = zip(self.losses.names, [loss, *pass_losses], strict=False)
         self.losses.add({name: (mean * num_targets, num_targets) for name, mean in means})
         self.latents.add(latents)
-        self._count(num_targets, k, counts, clock)
+        self._count(num_targets, k * sum(self.model.model.runs_of_pass(**options)), counts, clock)
         step += 1
         if step % train.log_every and step != self.recipe.num_steps:
             return None
@@ -145,7 +145,17 @@ class TrainingLoop:
         enabled = self.recipe.train.autocast == "bfloat16"
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def _count(self, num_targets: int, k: int, counts: Tensor | None, clock: "Clock") -> None:
+    def _forward_options(self, step: int) -> dict[str, Any]:
+        """What a step's forwards are given beside its batch, the same in all processes."""
+        recipe, choices = self.recipe, getattr(self.model.config, "train_refinements", None)
+        options: dict[str, Any] = {}
+        if is_uncut(step, recipe.num_steps, recipe.train.no_cut_fraction):
+            options["exit_threshold"] = 0.0
+        if choices:
+            options["num_refinements"] = drawn_at(step, recipe.run.seed, choices)
+        return options
+
+    def _count(self, num_targets: int, num_runs: int, counts: Tensor | None, clock: "Clock") -> None:
         progress, tokens = self.progress, self.recipe.step_tokens
         if counts is not None:
             before = progress.latent_steps
@@ -155,7 +165,7 @@ class TrainingLoop:
         progress.step += 1
         progress.tokens += tokens
         progress.target_tokens += num_targets
-        progress.pass_tokens += tokens * k * runs_per_pass(self.model)
+        progress.pass_tokens += tokens * num_runs
         seconds, cpu_seconds = clock.lap()
         progress.train_seconds += seconds
         progress.train_cpu_seconds += cpu_seconds

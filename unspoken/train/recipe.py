@@ -18,6 +18,7 @@ FIELDS_OF: dict[str, tuple[str, ...]] = {  # a method's own keys of the model se
     "looped": ("num_loops", "norm_between_loops", "inject_input"),
     "pause": ("num_pauses",),
     "ponder": ("num_ponder_steps", "accumulate"),
+    "ponder2": ("num_latent_thoughts", "train_refinements", "num_refinements"),
     "recycler": (
         "num_train_passes", "num_prefill_passes", "pass_loss_reduction", "pass_loss_weights", "detach_between_passes",
         "adapter_norm",
@@ -28,6 +29,7 @@ FIELDS_OF: dict[str, tuple[str, ...]] = {  # a method's own keys of the model se
     ),
 }  # fmt: skip
 FIELDS_OF["adaptive_recycler"] = FIELDS_OF["recycler"] + FIELDS_OF["adaptive"]
+Method = Literal["recycler", "adaptive", "adaptive_recycler", "vanilla", "looped", "pause", "ponder", "ponder2"]
 METHOD_FIELDS = tuple(dict.fromkeys(field for fields in FIELDS_OF.values() for field in fields))
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
@@ -80,7 +82,9 @@ class ModelSection(Section):
     family's own."""
 
     from_pretrained: str | None = None
-    method: Literal["recycler", "adaptive", "adaptive_recycler", "vanilla", "looped", "pause", "ponder"] | None = None
+    method: (
+        Literal["recycler", "adaptive", "adaptive_recycler", "vanilla", "looped", "pause", "ponder", "ponder2"] | None
+    ) = None
     backbone: dict[str, Any] | None = None
     init: Literal["scaled", "backbone"] | None = None
     num_train_passes: Count | None = None
@@ -105,6 +109,9 @@ class ModelSection(Section):
     num_pauses: CountOrNone | None = None
     num_ponder_steps: CountOrNone | None = None
     accumulate: bool | None = None
+    num_latent_thoughts: Count | None = None
+    train_refinements: list[CountOrNone] | None = None
+    num_refinements: CountOrNone | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -6,6 +6,7 @@ count from 0.
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 from unspoken.train.recipe import OptimSection
 
@@ -50,6 +51,11 @@ def _ramp(step: int, num_warmup_steps: int) -> float:
     return min(1.0, (step + 1) / num_warmup_steps) if num_warmup_steps else 1.0
 
 
+def drawn_at(step: int, seed: int, choices: Sequence[int]) -> int:
+    """One of the choices, each equally often, for an optimizer step: as `passes_at`, by a hash."""
+    return choices[int(_share(step, seed) * len(choices))]
+
+
 def passes_at(step: int, seed: int, num_train_passes: int, third_pass_fraction: float) -> int:
     """The number of passes of an optimizer step: `num_train_passes`, and one more on that fraction of the steps.
 
@@ -57,5 +63,10 @@ def passes_at(step: int, seed: int, num_train_passes: int, third_pass_fraction: 
     """
     if third_pass_fraction == 0.0:
         return num_train_passes
+    return num_train_passes + (_share(step, seed) < third_pass_fraction)
+
+
+def _share(step: int, seed: int) -> float:
+    """A number in [0, 1) for each step and seed."""
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
-    return num_train_passes + (int.from_bytes(digest, "big") / 2**64 < third_pass_fraction)
+    return int.from_bytes(digest, "big") / 2**64

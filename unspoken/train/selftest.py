@@ -8,6 +8,8 @@
 The step is the run's own, so nothing is computed twice.
 """
 
+from typing import Any
+
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,14 +33,14 @@ class SelfTest:
     def _count(self, *_: object) -> None:
         self.num_runs += 1
 
-    def check(self, num_passes: int, num_parts: int) -> None:
-        """All processes call it, after a step's last backward.
+    def check(self, num_passes: int, num_parts: int, **options: Any) -> None:
+        """All processes call it, after a step's last backward. options: that the forward was given.
 
         Raises:
             UnspokenError: naming what does not hold.
         """
         self._check_wrapper()
-        self._check_passes(num_passes, num_parts)
+        self._check_passes(num_passes, num_parts, options)
         self._check_gradients(num_passes)
 
     def _check_wrapper(self) -> None:
@@ -51,12 +53,12 @@ class SelfTest:
         if found != self.expected_kind:
             raise UnspokenError(f"the model should run as {self.expected_kind}, but it is wrapped as {found}")
 
-    def _check_passes(self, num_passes: int, num_parts: int) -> None:
+    def _check_passes(self, num_passes: int, num_parts: int, options: dict[str, Any]) -> None:
         if self.hook is None:
             return
         self.hook.remove()
         base = self.engine.model.model
-        expected = num_passes * num_parts * getattr(base, "num_runs", 1)
+        expected = num_passes * num_parts * len(base.runs_of_pass(**options))
         may_go_on = isinstance(base, TakesLatentSteps)
         if self.num_runs != expected and not (may_go_on and self.num_runs > expected):
             raise UnspokenError(
