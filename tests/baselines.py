@@ -16,6 +16,9 @@ CONFIGS = {
     "looped": lambda **fields: LoopedConfig(num_loops=3, **fields),
     "looped with norms": lambda **fields: LoopedConfig(num_loops=3, norm_between_loops=True, **fields),
     "looped with inputs": lambda **fields: LoopedConfig(num_loops=3, inject_input=True, **fields),
+    "looped with a gate": lambda **fields: LoopedConfig(
+        **{"num_loops": 3, "norm_between_loops": True, "exit_gate": True, **fields}
+    ),
     "pause": lambda **fields: PauseConfig(num_pauses=2, **fields),
     "ponder": lambda **fields: PonderConfig(num_ponder_steps=2, **fields),
     "ponder that accumulates": lambda **fields: PonderConfig(num_ponder_steps=2, accumulate=True, **fields),

@@ -25,7 +25,14 @@ class LatentConfig(PreTrainedConfig):
     """
 
     # What transformers' Trainer does not gather: predictions are logits, not every pass's states and latent steps.
-    keys_to_ignore_at_inference: ClassVar = ["cache", "pass_losses", "pass_hidden_states", "segments", "pass_latents"]
+    keys_to_ignore_at_inference: ClassVar = [
+        "cache",
+        "pass_losses",
+        "pass_hidden_states",
+        "segments",
+        "pass_latents",
+        "exits",
+    ]
     sub_configs_defaults: ClassVar = {"text_config": SubConfigSpec(AutoConfig, model_type="llama")}
 
     text_config: PreTrainedConfig = None  # type: ignore[assignment]  # a dict is turned into one; None is Llama's
@@ -140,6 +147,10 @@ class LoopedConfig(LatentConfig):
 
     - `norm_between_loops`: states go through the final norm after every loop, as in Ouro, not after the last alone.
     - `inject_input`: the token's embedding is added to every loop's input.
+    - `exit_gate`: a gate after every loop but the last says with what probability a token exits there (Ouro); training
+      minimises the expected loss over exits minus `exit_entropy_weight` times their entropy. It reads normed states.
+    - `exit_quantile`: in evaluation, a token's state is that of the first loop by which it has exited with at least
+      this probability; 1 is the last loop's. All loops run, for tokens to come read their keys.
     """
 
     model_type = "unspoken_looped"
@@ -147,13 +158,22 @@ class LoopedConfig(LatentConfig):
     num_loops: int = 4
     norm_between_loops: bool = False
     inject_input: bool = False
+    exit_gate: bool = False
+    exit_entropy_weight: float = 0.1
+    exit_quantile: float = 1.0
 
     def check_fields(self) -> None:
         super().check_fields()
         if not _is_count(self.num_loops, at_least=1):
             raise ValueError(f"num_loops must be a whole number of at least 1, got {self.num_loops!r}")
-        for name in ("norm_between_loops", "inject_input"):
+        for name in ("norm_between_loops", "inject_input", "exit_gate"):
             _check_flag(name, getattr(self, name))
+        if self.exit_gate and not self.norm_between_loops:
+            raise ValueError("exit_gate needs norm_between_loops: it reads states that the head could read")
+        if not _is_number(self.exit_entropy_weight) or self.exit_entropy_weight < 0:
+            raise ValueError(f"exit_entropy_weight must be a number of at least 0, got {self.exit_entropy_weight!r}")
+        if not _is_number(self.exit_quantile) or not 0 <= self.exit_quantile <= 1:
+            raise ValueError(f"exit_quantile must be a probability, 0 to 1, got {self.exit_quantile!r}")
 
 
 class PonderConfig(LatentConfig):

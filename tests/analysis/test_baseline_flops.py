@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.analysis.test_flops import LENGTH, counted
+from benchmarks.ceiling import counted_flops as counted
+from tests.analysis.test_flops import LENGTH
 from tests.baselines import CONFIGS, RECURRENT, baseline
 from tests.families import random_ids
 from unspoken.analysis.flops import Attention, model_flops, training_flops
@@ -43,7 +44,7 @@ def test_a_training_step_is_what_torch_counts(kind):
 
     seen = counted(step)
     flops = model_flops(model)
-    recomputed = 2 * (len(flops.runs) - 1) * flops.mean_embedding // 2 * LENGTH
+    recomputed = 2 * (len(flops.runs) - 1) * flops.between // 2 * LENGTH
     targets, tokens = 2 * (LENGTH - 1), 2 * LENGTH
     assert seen == pytest.approx(
         3 * (2 * flops.passes(LENGTH, is_dense=True) + targets * flops.head) + recomputed, rel=1e-9
@@ -51,6 +52,22 @@ def test_a_training_step_is_what_torch_counts(kind):
     summary = {"tokens": tokens, "pass_tokens": tokens * sum(flops.runs), "target_tokens": targets}
     masked = flops.passes(LENGTH, is_dense=True) - flops.passes(LENGTH)
     assert training_flops(flops, summary, LENGTH, False) == pytest.approx(seen - recomputed - 6 * masked, rel=1e-9)
+
+
+def test_every_exit_of_a_looped_model_has_a_loss():
+    """Its logits are made once more in the backward, which is not looked at; the last loop has no gate."""
+    model, ids = baseline("looped with a gate", attn_implementation="eager").train(), random_ids(2, LENGTH)
+
+    def step():
+        model(ids, labels=ids).loss.backward()
+
+    flops, targets, seen = model_flops(model), 2 * (LENGTH - 1), counted(step)
+    runs = 2 * flops.passes(LENGTH, is_dense=True)
+    assert seen == 3 * runs + (3 + 1) * targets * 3 * flops.head
+    summary = {"tokens": 2 * LENGTH, "pass_tokens": 6 * LENGTH, "target_tokens": targets}
+    masked = runs - 2 * flops.passes(LENGTH)
+    expected = seen - targets * 3 * flops.head - 3 * masked
+    assert training_flops(flops, summary, LENGTH, False) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("num_refinements", [2, 3])

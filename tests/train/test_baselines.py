@@ -24,6 +24,8 @@ METHODS = {
 def test_a_run_from_recipe_to_evaluation(values, tmp_path, capsys, method):
     field, number = METHODS[method]
     values["model"] = {"method": method, "backbone": values["model"]["backbone"], field: number}
+    if method == "looped":
+        values["model"] |= {"norm_between_loops": True, "exit_gate": True}
     values["train"] |= {"third_pass_fraction": 0.0, "autocast": "none", "save_every": 3, "keep_last": 5}
     path, out = tmp_path / "recipe.yaml", tmp_path / "whole"
     path.write_text(yaml.safe_dump(values))

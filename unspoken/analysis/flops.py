@@ -85,8 +85,9 @@ class ModelFlops:
     """Forward FLOPs of a model's parts: `layers`, `adapter` and `head` are of one token, `attention` is by layer.
 
     `adapter` is 0 for a plain model, `latent` None for one without latent steps, and `compute_parameters` the N of
-    6 N D. `runs`: those of the backbone over all tokens in a pass, for each the slots of a token; in PonderLM a
-    `mean_embedding` stands between two. `decode_runs`: those of a token in decoding, over the last run's slots.
+    6 N D. `runs`: those of the backbone over all tokens in a pass, for each the slots of a token; `between` two of them
+    stands PonderLM's mean embedding, or a gate. `decode_runs`: those of a token in decoding, over the last run's slots.
+    `train_heads`: losses that a pass has in training.
     """
 
     layers: int
@@ -97,7 +98,8 @@ class ModelFlops:
     latent: LatentFlops | None = None
     runs: tuple[int, ...] = (1,)
     decode_runs: int = 1
-    mean_embedding: int = 0
+    between: int = 0
+    train_heads: int = 1
 
     def run(self, num_tokens: int, slots: int = 1, is_dense: bool = False) -> int:
         """The backbone over one sequence, without head and adapter."""
@@ -111,7 +113,7 @@ class ModelFlops:
     def passes(self, num_tokens: int, num_passes: int = 1, is_dense: bool = False) -> int:
         """A forward of so many parallel passes over one sequence, without the head."""
         runs = sum(self.run(num_tokens, slots, is_dense) for slots in self.runs)
-        between = self.mean_embedding * num_tokens * (len(self.runs) - 1)
+        between = self.between * num_tokens * (len(self.runs) - 1)
         return num_passes * (runs + between) + self.adapter * num_tokens * (num_passes - 1)
 
     def training(self, sequence_length: int, num_passes: float = 1, has_checkpointing: bool = False) -> float:
@@ -137,7 +139,7 @@ class ModelFlops:
         attention = sum(layer.at(num_keys, slots) for layer in self.attention)
         total, entries = float(self.adapter + self.head), 0.0
         if self.latent is None:
-            between = self.mean_embedding * (len(self.runs) - 1)
+            between = self.between * (len(self.runs) - 1)
             return round(total) + self.decode_runs * (self.layers * slots + attention) + between
         for step in range(math.ceil(latent_length) + 1):
             share = min(1.0, 1.0 + latent_length - step)  # of tokens that run once more
@@ -216,7 +218,8 @@ def model_flops(model: LatentForCausalLM | LatentConfig) -> ModelFlops:
         latent=_latent(model) if isinstance(model.config, AdaptiveLatentConfig) else None,
         runs=tuple(model.model.runs_of_pass()),
         decode_runs=getattr(model.model, "num_runs", 1),
-        mean_embedding=4 * model.lm_head.weight.numel() if isinstance(model.config, PonderConfig) else 0,
+        between=_between(model),
+        train_heads=len(model.model.runs_of_pass()) if getattr(model.config, "exit_gate", False) else 1,
     )
 
 
@@ -230,7 +233,7 @@ def training_flops(
     parallel_tokens = pass_tokens - (summary["latent_steps"] if latent else 0)  # over all passes
     if flops.runs != (1,):
         parallel_tokens = tokens  # a pass of several runs, or slots
-    heads = targets * parallel_tokens
+    heads = targets * parallel_tokens * flops.train_heads
     others, forward_only = flops.adapter * (parallel_tokens - tokens), 0.0
     if latent is None:
         # Passes, and refinements of PonderLM-2, beyond one pass as configured are runs like its last one.
@@ -279,6 +282,12 @@ def _latent(model: Any) -> LatentFlops:
     prices: Literal["steps", "gates"] = "gates" if config.penalize_cuts else "steps"
     has_prices = num_gates(config) > 0 and config.adaptive_loss_weight > 0
     return LatentFlops(gate, num_gates(config), prices if has_prices else None, config.step_loss_weight > 0)
+
+
+def _between(model: LatentForCausalLM) -> int:
+    if isinstance(model.config, PonderConfig):
+        return 4 * model.lm_head.weight.numel()  # logits, and the mean over the vocabulary
+    return 2 * model.config.hidden_size * getattr(model.config, "exit_gate", False)
 
 
 def _model_class(config: LatentConfig) -> type[LatentForCausalLM]:

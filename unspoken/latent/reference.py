@@ -245,3 +245,13 @@ def thoughts(
             states = backbone(torch.stack(inputs)[None], torch.tensor(times), visible)
             entering = states[0, -1]
     return states[:, num_thoughts::num_slots]
+
+
+def exits(states: list[Tensor], gates: list[Tensor]) -> list[Tensor]:
+    """The probability of exiting after each loop. states: N of [B, T, d]; gates: N - 1 of [B, T]. Source: Ouro."""
+    left = torch.ones_like(states[0][..., 0])
+    found = []
+    for gate in gates:
+        found.append(left * gate)
+        left = left - found[-1]
+    return [*found, left]

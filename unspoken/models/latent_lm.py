@@ -32,7 +32,7 @@ class LatentModelOutput(ModelOutput):
     """`last_hidden_state` [B, T, d] is the last pass's; `pass_hidden_states` holds all k passes' when they ran in
     parallel (None in decoding); `router_logits` concatenates the passes'. `segments` are the cuts of a forward that was
     `segmented`, see `models/segments.py`; `pass_latents` are each pass's latent steps, `latents` the last pass's: see
-    `models/latent_steps.py`."""
+    `models/latent_steps.py`; `exits` those of a looped model, see `models/looped.py`."""
 
     last_hidden_state: Tensor = None  # type: ignore[assignment]  # ModelOutput wants defaults
     cache: Cache | None = None
@@ -42,6 +42,7 @@ class LatentModelOutput(ModelOutput):
     pass_hidden_states: tuple[Tensor, ...] | None = None
     segments: tuple[Segment, ...] | None = None
     pass_latents: tuple[Any, ...] | None = None
+    exits: Any = None
 
     @property
     def latents(self) -> Any:
@@ -64,6 +65,7 @@ class LatentCausalLMOutput(ModelOutput):
     pass_hidden_states: tuple[Tensor, ...] | None = None
     segments: tuple[Segment, ...] | None = None
     pass_latents: tuple[Any, ...] | None = None
+    exits: Any = None
 
     @property
     def latents(self) -> Any:

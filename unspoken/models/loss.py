@@ -100,6 +100,34 @@ def module_cross_entropy(
     return torch.stack(weighted).sum(), torch.stack(losses).detach()
 
 
+def expected_cross_entropy(
+    states: list[Tensor], probabilities: Tensor, head: nn.Module, targets: Tensor, transform: LogitTransform
+) -> Tensor:
+    """Cross-entropy summed over tokens, in expectation over which of several states speaks; gradients reach both.
+
+    states: N of [B, T, d]; probabilities [N, B, T]; targets [B, T], -100 where there is none. A chunk's logits are made
+    again in the backward pass.
+    """
+    targets = targets.flatten()
+    keep = targets != IGNORE_INDEX
+    targets = targets[keep]
+    hidden = torch.stack([state.flatten(0, -2)[keep] for state in states])
+    weights = probabilities.flatten(1)[:, keep]
+
+    def chunk_loss(hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        logits = transform(head(hidden))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits.flatten(0, 1), chosen.repeat(len(hidden)), reduction="none")
+        return (losses.view_as(weights) * weights).sum()
+
+    at_once = max(1, CHUNK_LOGITS // getattr(head, "out_features", 2**16) // len(states))
+    parts = _slices(len(targets), at_once)
+    chunks = [
+        checkpoint(chunk_loss, hidden[:, part], weights[:, part], targets[part], use_reentrant=False) for part in parts
+    ]
+    return torch.stack(chunks).sum() if chunks else hidden.sum() * 0.0
+
+
 @torch.no_grad()
 def target_probabilities(hidden: Tensor, head: nn.Module, targets: Tensor, transform: LogitTransform) -> Tensor:
     """The probability of each token's target, without a gradient. hidden [n, d], targets [n] -> [n], at least float32.

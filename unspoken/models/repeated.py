@@ -43,6 +43,10 @@ class RepeatedModel(LatentModel):
         """Inputs of the next run [B, T, d], on the embeddings' scale, from those of this one and its states."""
         raise NotImplementedError
 
+    def chosen(self, states: list[Tensor]) -> tuple[Tensor, Any]:
+        """The state [B, T, d] that the head sees, of those of all runs, and what the loss is to know of them."""
+        return states[-1], None
+
     @can_return_tuple
     def forward(
         self,
@@ -72,14 +76,15 @@ class RepeatedModel(LatentModel):
         if packed or (packed is None and cache is None):
             attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
         caches = [None] * self.num_runs if cache is None else caches_of_runs(cache, self.num_runs, self.config)
-        inputs, router_logits = embeds, ()
+        inputs, states, router_logits = embeds, [], ()
         for run, own in enumerate(caches, start=1):
             is_last = run == self.num_runs
             outputs = self._run(inputs, attention_mask, position_ids, own, is_last or self.norms_between, kwargs)
             router_logits += tuple(outputs.get("router_logits") or ())
-            hidden = outputs.last_hidden_state
+            states.append(outputs.last_hidden_state)
             if not is_last:
-                inputs = without_pads(self.next_inputs(embeds, inputs, hidden, head), real)
+                inputs = without_pads(self.next_inputs(embeds, inputs, states[-1], head), real)
+        hidden, exits = self.chosen(states)
         return LatentModelOutput(
             last_hidden_state=hidden,
             cache=cache,
@@ -87,6 +92,7 @@ class RepeatedModel(LatentModel):
             attentions=outputs.get("attentions"),
             router_logits=router_logits or None,
             pass_hidden_states=(hidden,),
+            exits=exits,
         )
 
     def _run(self, inputs: Tensor, mask, position_ids: Tensor | None, cache: Cache | None, is_normed: bool, options):

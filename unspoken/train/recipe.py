@@ -15,7 +15,9 @@ from unspoken.errors import UsageError
 
 FIELDS_OF: dict[str, tuple[str, ...]] = {  # a method's own keys of the model section
     "vanilla": (),
-    "looped": ("num_loops", "norm_between_loops", "inject_input"),
+    "looped": (
+        "num_loops", "norm_between_loops", "inject_input", "exit_gate", "exit_entropy_weight", "exit_quantile",
+    ),
     "pause": ("num_pauses",),
     "ponder": ("num_ponder_steps", "accumulate"),
     "ponder2": ("num_latent_thoughts", "train_refinements", "num_refinements"),
@@ -106,6 +108,9 @@ class ModelSection(Section):
     num_loops: Count | None = None
     norm_between_loops: bool | None = None
     inject_input: bool | None = None
+    exit_gate: bool | None = None
+    exit_entropy_weight: NotNegative | None = None
+    exit_quantile: Fraction | None = None
     num_pauses: CountOrNone | None = None
     num_ponder_steps: CountOrNone | None = None
     accumulate: bool | None = None
