@@ -268,7 +268,7 @@ def _inspect(commands) -> None:
     p.add_argument("--text", required=True, help="file with the text to read")
     p.add_argument("--html", help="file to write: every token, with its steps where the pointer rests, and the plots")
     p.add_argument("--json", help="file to write what was measured to")
-    p.add_argument("--sequence-length", type=int, default=256, help="tokens read together")
+    p.add_argument("--sequence-length", type=int, help="tokens read together (default: 256, if the model can)")
     p.add_argument("--max-tokens", type=int, default=20_000, help="so many from the text's start")
     _latent_options(p)
     _model_options(p)

@@ -3,6 +3,7 @@
 import copy
 import difflib
 import math
+from numbers import Integral, Real
 from typing import ClassVar, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -138,6 +139,8 @@ class RecyclerConfig(LatentConfig):
     def loss_weights(self, num_passes: int) -> list[float]:
         given = self.pass_loss_weights or [1.0]
         weights = [float(given[min(i, len(given) - 1)]) for i in range(num_passes)]
+        if not any(weights):  # fewer passes than the first that counts, or the recurrence: the last of them speaks
+            weights[-1] = float(given[-1])
         total = sum(weights) if self.pass_loss_reduction == "mean" else 1.0
         return [weight / total for weight in weights]
 
@@ -307,11 +310,11 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _is_count(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= at_least
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def scaled_init(hidden_size: int) -> dict[str, float]:

@@ -127,3 +127,54 @@ def test_what_is_of_another_method_is_refused(adaptive, method, section, key, va
     adaptive[section][key] = value
     with pytest.raises(UsageError, match=message):
         check_recipe(adaptive, "recipe.yaml", {})
+
+
+@pytest.fixture
+def blind(adaptive, tmp_path):
+    """A folder with an adaptive model, and a recipe that goes on from it."""
+    recipe = Recipe.model_validate(adaptive)
+    data = open_data(recipe)
+    model = build_model(recipe, data)
+    model.save_pretrained(tmp_path / "blind")
+    data.tokenizer.save_pretrained(tmp_path / "blind")
+    adaptive["model"] = {"from_pretrained": str(tmp_path / "blind")}
+    return adaptive
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"router": "mlp"}, "model.router: .* has its part already, made with 'linear'"),
+        ({"router_bias": 1.0}, "model.router_bias: .* has its part already, made with 2.0"),
+        ({"exit_threshold": 0.9}, "model.exit_threshold: 0.9 cuts every token, as the new router's gates are all 0.88"),
+    ],
+    ids=str,
+)
+def test_what_an_adaptive_model_cannot_become_is_refused(blind, fields, message):
+    """It trained, and wrote a model that nothing could load, or whose router had learned nothing."""
+    blind["model"] |= fields
+    recipe = Recipe.model_validate(blind)
+    with pytest.raises(UsageError, match=message):
+        build_model(recipe, open_data(recipe))
+
+
+def test_more_gates_than_were_made_are_refused(adaptive, tmp_path):
+    adaptive["model"] |= {"router": "multi_linear"}
+    recipe = Recipe.model_validate(adaptive)
+    data = open_data(recipe)
+    build_model(recipe, data).save_pretrained(tmp_path / "two")
+    data.tokenizer.save_pretrained(tmp_path / "two")
+    adaptive["model"] = {"from_pretrained": str(tmp_path / "two"), "max_latent_steps": 5}
+    recipe = Recipe.model_validate(adaptive)
+    with pytest.raises(UsageError, match="model.max_latent_steps: .* has other weights than such a model"):
+        build_model(recipe, data)
+
+
+def test_a_new_router_that_cuts_everybody_is_refused_unless_nobody_is_cut_at_first(adaptive):
+    adaptive["model"] |= {"exit_threshold": 0.95}
+    recipe = Recipe.model_validate(adaptive)
+    with pytest.raises(UsageError, match="cuts every token"):
+        build_model(recipe, open_data(recipe))
+    adaptive["train"] |= {"no_cut_fraction": 0.2}
+    recipe = Recipe.model_validate(adaptive)
+    assert build_model(recipe, open_data(recipe)).config.exit_threshold == 0.95

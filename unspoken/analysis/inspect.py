@@ -30,6 +30,7 @@ from unspoken.errors import UsageError
 from unspoken.models.knobs import LatentKnobs, takes_latent_steps
 from unspoken.models.load import load_model
 
+SEQUENCE_LENGTH = 256  # unless asked otherwise
 SHOWN = 600  # tokens in the terminal; a page has all
 COLOUR = (224, 118, 58)  # of the deepest token, over the page; others in proportion
 TERMINAL = (70, 40, 20)  # added to a black background by the deepest token, times two
@@ -40,24 +41,32 @@ def main(args: argparse.Namespace) -> int:
     for name in ("html", "json"):
         if getattr(args, name):
             check_file(f"--{name}", getattr(args, name))
-    if args.sequence_length < 2:
-        raise UsageError(f"--sequence-length is {args.sequence_length}; it must be at least 2")
+    for name, least in (("sequence_length", 2), ("max_tokens", 1)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
     knobs = LatentKnobs.from_args(args)
     model, tokenizer = load_model(args.model, args.device, args.dtype)
     if not takes_latent_steps(model):
         raise UsageError(f"{args.model}: a model of type {model.config.model_type} takes no latent steps")
     if tokenizer is None:
         raise UsageError(f"{args.model} has no tokenizer to read the text with")
+    longest = getattr(model.config.text_config, "max_position_embeddings", None) or SEQUENCE_LENGTH
+    length = args.sequence_length or min(SEQUENCE_LENGTH, longest)
+    if length > longest:
+        raise UsageError(f"--sequence-length is {length}; the model reads {longest} tokens at most")
     options = knobs.options(model)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.max_tokens]
     if not ids:
         raise UsageError(f"--text: {args.text} has no token")
-    start, window = document_end_id(tokenizer), args.sequence_length - 1
+    start, window = document_end_id(tokenizer), length - 1
     depth = token_depth(model, ids, start, window, **options)
     uncut = depth
     if model.config.router != "none" and not {"exit_at_step", "exit_threshold"} & options.keys():
         uncut = token_depth(model, ids, start, window, **(options | {"exit_threshold": 0.0}))
-    view = View(args.model, Path(args.text).name, [str(tokenizer.decode([i])) for i in depth.ids], depth, uncut)
+    in_all = {"max_latent_steps": None, "exit_threshold": None, "exit_at_step": None, **options}
+    max_latent_steps = model.model.knobs(**in_all).last_step - 1
+    words = [str(tokenizer.decode([i])) for i in depth.ids]
+    view = View(args.model, Path(args.text).name, words, depth, uncut, max_latent_steps)
     view.show(Console(highlight=False))
     if args.html:
         Path(args.html).write_text(view.html(), encoding="utf-8")
@@ -83,10 +92,17 @@ class View:
     words: Sequence[str]
     depth: TokenDepth
     uncut: TokenDepth
+    max_latent_steps: int
 
     @property
     def deepest(self) -> int:
-        return max(1, self.depth.num_steps - 1)
+        """Latent steps of the darkest colour."""
+        return max(1, self.max_latent_steps)
+
+    @property
+    def pruned(self) -> float | None:
+        """The share of latent steps that were not taken; None where none may be."""
+        return 1 - float(self.depth.lengths.mean()) / self.max_latent_steps if self.max_latent_steps else None
 
     def show(self, console: Console) -> None:
         text = TerminalText()
@@ -108,9 +124,10 @@ class View:
 
     def _summary(self) -> str:
         mean = float(self.depth.lengths.mean())
+        pruned = "" if self.pruned is None else f" ({self.pruned:.0%} of {self.max_latent_steps} pruned)"
         return (
-            f"{len(self.depth):,} tokens, {self.depth.loss.mean():.3f} nats a token, {mean:.2f} latent steps a token "
-            f"({1 - mean / self.deepest:.0%} of {self.deepest} pruned)"
+            f"{len(self.depth):,} tokens, {self.depth.loss.mean():.3f} nats a token, {mean:.2f} latent steps a token"
+            f"{pruned}"
         )
 
     def _relations(self) -> list[tuple[str, str, list[Bucket]]]:
@@ -125,8 +142,8 @@ class View:
             [
                 (f"{len(self.depth):,}", "tokens", ""),
                 (f"{self.depth.loss.mean():.3f}", "nats a token", ""),
-                (f"{mean:.2f}", f"latent steps a token, of {self.deepest}", ""),
-                (f"{1 - mean / self.deepest:.0%}", "of the steps pruned", ""),
+                (f"{mean:.2f}", f"latent steps a token, of {self.max_latent_steps}", ""),
+                *([] if self.pruned is None else [(f"{self.pruned:.0%}", "of the steps pruned", "")]),
             ]
         )
         tables: list[Block] = [
@@ -185,7 +202,8 @@ class View:
             "model": self.model,
             "text": self.name,
             "mean_latent_length": float(self.depth.lengths.mean()),
-            "prune_ratio": 1 - float(self.depth.lengths.mean()) / self.deepest,
+            "max_latent_steps": self.max_latent_steps,
+            "prune_ratio": self.pruned,
             "tokens": [
                 {
                     "token": self.words[i],

@@ -35,7 +35,7 @@ class TokenDepth:
 
     @property
     def num_steps(self) -> int:
-        """K, the runs of the backbone that a token may take."""
+        """K, the runs of the backbone of the token that took most."""
         return self.reach.shape[1]
 
 

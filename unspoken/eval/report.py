@@ -72,7 +72,7 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
     table = Table()
     latent = LATENT_COLUMNS if scores.latent_steps else ()
     for name in ("passes", "loss", "perplexity", "bits/byte", "loss - loss at k=1", *latent):
-        table.add_column(name, justify="left" if name == "passes" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == "passes" else "right", overflow="fold")
     for loss in losses:
         bits = "" if loss.bits_per_byte is None else f"{loss.bits_per_byte:.4f}"
         difference = "" if loss is losses[0] else f"{_signed(loss.difference)}{_spread(loss.difference_interval)}"

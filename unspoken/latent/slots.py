@@ -12,7 +12,7 @@ entries of the tokens that it removes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ class Part:
     rows: Tensor | None
     entries: Entries
     keys: KeysValues
+
+    def hiding(self, attention_mask: Tensor) -> "Part":
+        """As a 2D mask [B, tokens] of all tokens so far says: nobody reads entries of tokens that it hides."""
+        entries = self.entries
+        shown = attention_mask.bool().gather(1, entries.times)
+        return replace(self, entries=replace(entries, steps=entries.steps.masked_fill(~shown, 0)))
 
     def entries_of(self, rows: Tensor | None) -> Entries:
         return self.entries.rows(self.index(rows))
@@ -119,6 +125,11 @@ class SlotTable(DummyLayer):
     def is_flat(self) -> bool:
         """Whether no token has gone beyond step 1."""
         return self.entries is None or bool((self.entries.steps <= 1).all())
+
+    @property
+    def has_pads(self) -> bool:
+        """Whether some slot is nobody's: a pad's, while slots are columns."""
+        return self.entries is not None and bool((self.entries.steps == 0).any())
 
     @property
     def latent_steps(self) -> Tensor:

@@ -100,7 +100,9 @@ class AdaptiveHead:
         given = {"max_latent_steps": max_latent_steps, "exit_threshold": exit_threshold, "exit_at_step": exit_at_step}
         kwargs |= {name: value for name, value in given.items() if value is not None}
         if labels is not None:
-            kwargs.setdefault("keeps_steps", True)
+            kwargs["keeps_steps"] = True  # the loss reads them
+        if kwargs.get("segmented"):
+            raise ValueError("segmented: a graph with latent steps is not cut between passes")
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -163,7 +165,7 @@ class AdaptiveHead:
             right = target_probabilities(step.hidden[counted], self.lm_head, chosen, self.transform)
             correctness = right**config.adaptive_loss_exponent
             penalty = adaptive_penalty(
-                config.adaptive_loss, step.reach[counted], step.gate[counted], correctness, config.max_latent_steps
+                config.adaptive_loss, step.reach[counted], step.gate[counted], correctness, latents.max_latent_steps
             )
             total = total + penalty.sum()
         return config.adaptive_loss_weight * total
@@ -174,7 +176,7 @@ class AdaptiveHead:
             self.cross_entropy([step.hidden.unsqueeze(0)], targets[step.token].unsqueeze(0), [1.0])[0]
             for step in latents.steps
         ]
-        return torch.stack(losses).sum() / (self.config.max_latent_steps + 1)
+        return torch.stack(losses).sum() / (latents.max_latent_steps + 1)
 
 
 class AdaptiveLatentForCausalLM(AdaptiveHead, LatentForCausalLM):

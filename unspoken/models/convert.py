@@ -68,7 +68,7 @@ def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **con
         raise UsageError(f"convert() takes a causal LM or where to find one, not a {type(model).__name__}")
     source = model if isinstance(model, PreTrainedModel) else load_source(model)[0]
     if type(source) is latent_class:
-        raise UsageError(f"the model is a {method} model already")
+        raise UsageError(f"the model is of method {method} already")
     if takes_latent_steps(source) and "router_bias" in config_fields:
         raise UsageError("router_bias is for a new router; the model has one already")
     if isinstance(source, LatentForCausalLM):
@@ -84,7 +84,8 @@ def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **con
     if issubclass(latent_class, AdaptiveHead):
         config_fields.setdefault("router_bias", ROUTER_BIAS)
     config = latent_class.config_class(text_config=text_config, dtype=source.dtype, **config_fields)
-    _refuse_closed_router(config)
+    if not takes_latent_steps(source):
+        _refuse_closed_router(config)
     forget_file(text_config)  # in place: the body reads the same object
     text_config.tie_word_embeddings = config.tie_word_embeddings
     config.text_config = text_config  # the body's own object, not the copy that a new configuration makes
@@ -165,7 +166,11 @@ def _converted(source: PreTrainedModel, args: argparse.Namespace) -> tuple[Laten
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not torch.equal(_probe(model, **{"max_latent_steps": 0} if gains_steps else {}), expected):
-        raise UnspokenError("the converted model's logits differ from the source's; nothing was written")
+        hint = ""
+        if takes_latent_steps(source):
+            given = ", ".join([f"--method {args.method}", *map(option, fields)])
+            hint = f". The source takes latent steps, and {given} changes them; --export-backbone leaves them out"
+        raise UnspokenError(f"the converted model's logits differ from the source's; nothing was written{hint}")
     if not gains_steps:
         return model, ["logits equal the source's bit for bit"]
     found = drift(model.eval(), _probe_ids(model), expected_once)
@@ -244,14 +249,22 @@ def _refuse_closed_router(config: Any) -> None:
 
 
 def _carry_over(source: LatentForCausalLM, latent: LatentForCausalLM) -> None:
-    """Adapter and router of a latent source go on where the new model has them too, of the same kind and size."""
+    """Adapter and router of a latent source go on where the new model has them too.
+
+    Raises:
+        UsageError: they are of another kind or size there, and would be lost.
+    """
     for name, kind in CARRIED.items():
         if not (hasattr(source.model, name) and hasattr(latent.model, name)):
             continue
-        if getattr(source.config, kind) == getattr(latent.config, kind):
-            old, new = getattr(source.model, name), getattr(latent.model, name)
-            if [p.shape for p in old.parameters()] == [p.shape for p in new.parameters()]:
-                setattr(latent.model, name, old)
+        old, new = getattr(source.model, name), getattr(latent.model, name)
+        shapes, new_shapes = ([p.shape for p in module.parameters()] for module in (old, new))
+        if getattr(source.config, kind) != getattr(latent.config, kind) or shapes != new_shapes:
+            raise UsageError(
+                f"the model's {name} ({getattr(source.config, kind)!r}) does not fit what was asked for and would be "
+                f"lost; leave {kind} and max_latent_steps as they are, or begin from its backbone (export_backbone)"
+            )
+        setattr(latent.model, name, old)
 
 
 def _agree_on_tying(config: LatentConfig, embedding: Any, head: Any) -> None:

@@ -7,6 +7,7 @@ recurrence needs may live in the head model.
 """
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -340,13 +341,19 @@ def joined(first: LatentModelOutput, second: LatentModelOutput) -> LatentModelOu
         return None if None in pair else tuple(torch.cat(states, dim=1) for states in zip(*pair, strict=True))
 
     batch = len(first.last_hidden_state)
-    pairs = zip(first.router_logits or (), second.router_logits or (), strict=False)
-    router_logits = [torch.cat([part.view(batch, -1, part.shape[-1]) for part in pair], dim=1) for pair in pairs]
+    # Each layer's, of all tokens; with latent steps the first one's, then the second's, of as many tokens as took it.
+    pairs = zip_longest(first.router_logits or (), second.router_logits or ())
+    router_logits: list[Tensor] = []
+    for pair in pairs:
+        parts = [part for part in pair if part is not None]
+        if first.latents is None:
+            parts = [part.view(batch, -1, part.shape[-1]) for part in parts]
+        router_logits.append(torch.cat(parts, dim=parts[0].ndim - 2))
     return LatentModelOutput(
         last_hidden_state=torch.cat([first.last_hidden_state, second.last_hidden_state], dim=1),
         cache=second.cache,
         hidden_states=both("hidden_states"),
-        router_logits=tuple(logits.flatten(0, 1) for logits in router_logits) or None,
+        router_logits=tuple(logits.flatten(0, -2) for logits in router_logits) or None,
         pass_latents=None if first.latents is None else (first.latents.followed_by(second.latents),),
     )
 

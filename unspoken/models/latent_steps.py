@@ -14,6 +14,7 @@ Source: Adaptive latent CoT section 3; oracle: `latent/reference.py` `latent_ste
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -55,20 +56,46 @@ class LatentStep:
     weight: Tensor
     goes_on: Tensor
 
+    def at_columns(self, num_columns: int, first: int, width: int) -> "LatentStep":
+        """The same tokens in rows of `width`, of which theirs begin at `first`."""
+        rows, columns = self.token // num_columns, self.token % num_columns
+        return replace(self, token=rows * width + first + columns)
+
+    def with_tokens(self, other: "LatentStep") -> "LatentStep":
+        pairs: dict[str, Any] = {name: (getattr(self, name), getattr(other, name)) for name in vars(self)}
+        joined_pairs: dict[str, Any] = {n: None if pair[0] is None else torch.cat(pair) for n, pair in pairs.items()}
+        return LatentStep(**joined_pairs)
+
+
+def _flat(parts: tuple[Tensor | None, ...]) -> Tensor:
+    """The entries of one step of several forwards, [1, n]."""
+    return torch.cat([part.flatten() for part in parts if part is not None]).unsqueeze(0)
+
 
 @dataclass
 class Latents:
     """What a forward's latent steps were. lengths int64 [B, T]: latent steps of each token, 0 at pads. taken: for each
-    run of the backbone, which of its entries [b, Q] are tokens. penalty: what the loss counts for going on."""
+    run of the backbone, which of its entries [b, Q] are tokens. max_latent_steps: that a token could take. penalty:
+    what the loss counts for going on."""
 
     lengths: Tensor
     steps: list[LatentStep]
     taken: list[Tensor]
+    max_latent_steps: int
     penalty: Tensor | None = None
 
     def followed_by(self, other: "Latents") -> "Latents":
-        """The lengths of two forwards' tokens, one after the other; their steps are left out."""
-        return Latents(torch.cat([self.lengths, other.lengths], dim=1), [], [])
+        """Of the tokens of two forwards, one's after the other's: each step of both is one."""
+        num_first, num_second = self.lengths.shape[1], other.lengths.shape[1]
+        width = num_first + num_second
+        first = [step.at_columns(num_first, 0, width) for step in self.steps]
+        second = [step.at_columns(num_second, num_first, width) for step in other.steps]
+        return Latents(
+            torch.cat([self.lengths, other.lengths], dim=1),
+            [a.with_tokens(b) if a and b else a or b for a, b in zip_longest(first, second)],  # type: ignore[misc]
+            [_flat(pair) for pair in zip_longest(self.taken, other.taken)],
+            self.max_latent_steps,
+        )
 
     def sums(self, num_targets: int) -> dict[str, tuple[Tensor, Tensor]]:
         """For the log, each with what it is a mean over: latent steps (tokens), the penalty (targets), gates that a
@@ -187,6 +214,11 @@ class TakesLatentSteps:
             documents = documents if documents.any() else None
         if knobs.last_step > 1:
             mask_function(self.config.text_config)  # refuses what takes no mask, before anything is computed
+            if options.get("output_attentions"):
+                raise ValueError(
+                    "output_attentions: the maps of latent steps have a width each and are not returned; "
+                    "max_latent_steps=0 gives those of the first run"
+                )
         elif cache is None:
             if documents is not None:
                 attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
@@ -198,13 +230,15 @@ class TakesLatentSteps:
                 "a 4D attention_mask says nothing of latent steps; give a 2D one, or position_ids that restart with "
                 "each document"
             )
+        if stored is not None and attention_mask is not None:
+            stored = stored.hiding(attention_mask)
         tokens = _Tokens.of_forward(embeds, real, position_ids, documents, table)
         active, inputs, mixture = tokens.all(), embeds, _Mixture(embeds.shape, knobs)
         parts: list[Part] = [] if stored is None else [stored]
         mask: Tensor | dict | None = attention_mask
         if documents is not None:
             mask = document_mask(self.config, embeds, attention_mask, position_ids)
-        elif table is not None and not table.is_flat:
+        elif table is not None and not (table.is_flat and (attention_mask is not None or not table.has_pads)):
             mask = self._mask(parts, tokens.entries(active, 1), active, 1, embeds.dtype)
         # Slots are no positions: a body that counts them itself would be wrong behind deeper steps.
         positions = position_ids if stored is None else tokens.positions
@@ -241,7 +275,7 @@ class TakesLatentSteps:
             hidden_states=None if hidden_states is None else (*hidden_states[:-1], final),
             router_logits=tuple(router_logits) or None,
             pass_hidden_states=(final,),
-            pass_latents=(Latents(lengths.view_as(tokens.columns), steps, taken),),
+            pass_latents=(Latents(lengths.view_as(tokens.columns), steps, taken, knobs.last_step - 1),),
         )
 
     def checkpoint_whole_steps(self) -> None:
@@ -274,7 +308,7 @@ class TakesLatentSteps:
             attentions=output.get("attentions"),
             router_logits=output.get("router_logits"),
             pass_hidden_states=(final,),
-            pass_latents=(Latents(torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device), [], []),),
+            pass_latents=(Latents(torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device), [], [], 0),),
         )
 
     def _mask(self, parts: list[Part], entries: Entries, active: _Active, step: int, dtype: torch.dtype):

@@ -1,5 +1,6 @@
 """From a recipe to its model and data, and the checks that both fit before a step is spent on them."""
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from unspoken.config import RecyclerConfig, scaled_init
+from unspoken.config import AdaptiveLatentConfig, RecyclerConfig, scaled_init
 from unspoken.data.mixing import mix, mixture_fingerprint
 from unspoken.data.packing import PackedDataset
 from unspoken.data.task_windows import HELD_OUT, TaskWindows, task_of, task_tokenizer
@@ -18,12 +19,15 @@ from unspoken.data.tokenizer import document_end_id, tokenizer_fingerprint
 from unspoken.data.tokens import TokenShards, check_embedding_rows, check_same_tokenizer
 from unspoken.data.windows import Windows
 from unspoken.errors import UnspokenError, UsageError, nearest
+from unspoken.latent.halting import RouterOutput
 from unspoken.models.backbone import FAMILIES
 from unspoken.models.convert import METHODS, convert
+from unspoken.models.knobs import takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import load_source
 from unspoken.train.recipe import METHOD_FIELDS, ModelSection, Recipe, SourceSection
 
+OF_NEW_PARTS = ("adapter_norm", "router", "router_bias", "exit_gate")  # said once, when an adapter or a gate is made
 UNDECLARED = ("head_dim",)  # read by the layers of families whose configuration does not name it (qwen3_moe)
 HELD_OUT_SEED = 0  # not the run's: two arms of a comparison are measured on the same windows
 
@@ -91,6 +95,10 @@ def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
     config: Any = model.config
     if recipe.train.third_pass_fraction and not isinstance(config, RecyclerConfig):
         raise UsageError("train.third_pass_fraction: the plain model has one pass")
+    if recipe.train.segmented_backward and isinstance(config, AdaptiveLatentConfig):
+        raise UsageError("train.segmented_backward: a graph with latent steps is not cut between passes")
+    if takes_latent_steps(model) and not recipe.train.no_cut_fraction:
+        _refuse_closed_router(model)
     check_embedding_rows(len(data.tokenizer), len(embedding_weight(model)))
     longest = getattr(config.text_config, "max_position_embeddings", None)
     if longest is not None and recipe.data.sequence_length > longest:
@@ -99,6 +107,24 @@ def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
             f"max_position_embeddings, {longest}"
         )
     return model.train()
+
+
+def _refuse_closed_router(model: Any) -> None:
+    """A router that tells no tokens apart yet and lets none of them go on: a step that is not taken teaches nothing.
+
+    Raises:
+        UsageError: naming the threshold.
+    """
+    config, gates = model.config, model.model.router.gates
+    if config.exit_at_step is not None or config.max_latent_steps == 0 or not len(gates):
+        return
+    outputs = [module for module in gates[0].modules() if isinstance(module, RouterOutput)]
+    gate = torch.sigmoid(outputs[0].bias.detach().double()).item()
+    if not outputs[0].weight.any() and gate < config.exit_threshold:
+        raise UsageError(
+            f"model.exit_threshold: {config.exit_threshold} cuts every token, as the new router's gates are all "
+            f"{gate:.2g}; lower it, raise model.router_bias, or let nobody be cut at first (train.no_cut_fraction)"
+        )
 
 
 def embedding_weight(model: LatentForCausalLM) -> torch.Tensor:
@@ -177,12 +203,21 @@ def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
             f"model.from_pretrained: {name} is a plain {source.config.model_type} model; say what to make of it with "
             f"`method: recycler` or `method: vanilla`"
         )
+    shapes = {key: weight.shape for key, weight in source.state_dict().items()}
     for field, value in _method_fields(section).items():
         if not hasattr(source.config, field):
             raise UsageError(f"model.{field}: a {source.config.model_type} model has no such field")
-        if field == "adapter_norm" and value != source.config.adapter_norm:
-            raise UsageError(f"model.adapter_norm: {name} has its adapter already, with {source.config.adapter_norm!r}")
+        if field in OF_NEW_PARTS and value != getattr(source.config, field):
+            raise UsageError(
+                f"model.{field}: {name} has its part already, made with {getattr(source.config, field)!r}; leave it out"
+            )
         setattr(source.config, field, value)
+    config: Any = copy.deepcopy(source.config)
+    with torch.device("meta"):
+        wanted = {key: weight.shape for key, weight in type(source)(config).state_dict().items()}
+    if wanted != shapes:
+        given = ", ".join(f"model.{field}" for field in _method_fields(section))
+        raise UsageError(f"{given}: {name} has other weights than such a model; leave out what says how it is built")
     return source
 
 
