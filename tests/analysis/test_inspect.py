@@ -106,3 +106,24 @@ def test_a_model_without_latent_steps_is_refused(tmp_path, tokenizer, capsys):
     (tmp_path / "text.txt").write_text("text")
     assert cli.main(["inspect", str(model), "--text", str(tmp_path / "text.txt")]) == 2
     assert "takes no latent steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("knobs", "allowed"), [(("--exit-threshold", "0.9"), 3), (("--max-latent-steps", "0"), 0)])
+def test_what_is_pruned_is_of_what_was_allowed(tmp_path, tokenizer, knobs, allowed):
+    """It was of the deepest step that any token took, so a model that took none was said to prune all of one."""
+    model = texts.save(tmp_path / "model", texts.text_model("adaptive"), tokenizer)
+    (tmp_path / "text.txt").write_text("if a < b: return 0\n" * 9)
+    words = ["inspect", str(model), "--text", str(tmp_path / "text.txt"), "--json", str(tmp_path / "a.json")]
+    assert cli.main([*words, *knobs]) == 0
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["max_latent_steps"] == allowed
+    expected = None if allowed == 0 else pytest.approx(1 - found["mean_latent_length"] / allowed)
+    assert found["prune_ratio"] == expected
+
+
+@pytest.mark.parametrize("words", [("--max-tokens", "0"), ("--max-tokens", "-3"), ("--sequence-length", "500")], ids=str)
+def test_lengths_that_cannot_be_are_refused(tmp_path, tokenizer, capsys, words):
+    model = texts.save(tmp_path / "model", texts.text_model("adaptive"), tokenizer)
+    (tmp_path / "text.txt").write_text("if a < b: return 0\n" * 9)
+    assert cli.main(["inspect", str(model), "--text", str(tmp_path / "text.txt"), *words]) == 2
+    assert f"{words[0]} is {words[1]}" in capsys.readouterr().err
