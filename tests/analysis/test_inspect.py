@@ -121,7 +121,7 @@ def test_what_is_pruned_is_of_what_was_allowed(tmp_path, tokenizer, knobs, allow
     assert found["prune_ratio"] == expected
 
 
-@pytest.mark.parametrize("words", [("--max-tokens", "0"), ("--max-tokens", "-3"), ("--sequence-length", "500")], ids=str)
+@pytest.mark.parametrize("words", [("--max-tokens", "0"), ("--max-tokens", "-3"), ("--sequence-length", "500")])
 def test_lengths_that_cannot_be_are_refused(tmp_path, tokenizer, capsys, words):
     model = texts.save(tmp_path / "model", texts.text_model("adaptive"), tokenizer)
     (tmp_path / "text.txt").write_text("if a < b: return 0\n" * 9)

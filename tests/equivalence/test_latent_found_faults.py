@@ -115,7 +115,7 @@ def test_what_cannot_be_returned_or_cut_is_refused():
 def test_a_trained_router_is_not_lost_without_a_word():
     """Converting to fewer steps made new gates in place of trained ones."""
     source = thinking("llama", max_latent_steps=3, router="multi_linear")
-    with pytest.raises(UsageError, match="the model's router .* would be lost"):
+    with pytest.raises(UsageError, match=r"the model's router .* would be lost"):
         convert(source, "adaptive_recycler", max_latent_steps=2)
 
 

@@ -166,7 +166,7 @@ def test_more_gates_than_were_made_are_refused(adaptive, tmp_path):
     data.tokenizer.save_pretrained(tmp_path / "two")
     adaptive["model"] = {"from_pretrained": str(tmp_path / "two"), "max_latent_steps": 5}
     recipe = Recipe.model_validate(adaptive)
-    with pytest.raises(UsageError, match="model.max_latent_steps: .* has other weights than such a model"):
+    with pytest.raises(UsageError, match=r"model.max_latent_steps: .* has other weights than such a model"):
         build_model(recipe, data)
 
 
