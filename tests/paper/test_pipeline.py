@@ -156,10 +156,12 @@ def test_another_form_runs_where_the_first_cannot_and_the_record_says_so(make, t
 
 def test_an_interrupt_reaches_the_command_and_the_next_run_resumes_it(tmp_path, stub):
     code = f"""
+import signal
 from pathlib import Path
 from rich.console import Console
 from unspoken.paper.command import Command
 from unspoken.paper.pipeline import Pipeline, Stage
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and hands that on
 out = Path({str(tmp_path / "out")!r})
 lane = [Command("t", ("train", str(out / "t")), out / "t", 1.0, can_resume=True)]
 Pipeline(out, [Stage("Title", "Why.", [lane])], {stub!r}, Console()).run()
