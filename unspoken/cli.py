@@ -59,7 +59,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_convert, _data, _train, _launch, _export, _eval, _generate, _chat, _verify, _inspect, _paper):
+    for add in (
+        _convert, _data, _train, _launch, _export, _eval, _generate, _chat, _verify, _inspect, _paper, _compare,
+    ):  # fmt: skip
         add(commands)
     return parser
 
@@ -275,16 +277,19 @@ def _inspect(commands) -> None:
 
 
 def _paper(commands) -> None:
-    p = _command(
-        commands,
-        "paper",
-        "unspoken.paper.run:main",
-        "Run a study of recipes/paper and report it; `--a.b value` overrides its recipes' keys.",
-        takes_overrides=True,
-    )
-    p.add_argument("study", nargs="?", help="name of a study, or its file")
-    p.add_argument("--list", action="store_true", help="name the studies, with what each asks")
-    p.add_argument("--out", help="folder for runs and results (default: runs/paper/NAME)")
+    what = "Run a study of recipes/paper and report it; `--a.b value` overrides its recipes' keys."
+    _study(_command(commands, "paper", "unspoken.paper.run:main", what, takes_overrides=True), "paper")
+
+
+def _compare(commands) -> None:
+    what = "Run a comparison of methods (recipes/compare) and report it; `--a.b value` overrides its recipes' keys."
+    _study(_command(commands, "compare", "unspoken.paper.run:compare", what, takes_overrides=True), "compare")
+
+
+def _study(p, home: str) -> None:
+    p.add_argument("study", nargs="?", help="its name, or its file")
+    p.add_argument("--list", action="store_true", help="name them, with what each asks")
+    p.add_argument("--out", help=f"folder for runs and results (default: runs/{home}/NAME)")
     p.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each")
     p.add_argument("--seeds", type=int, nargs="+", help="instead of the study's")
     p.add_argument("--arms", nargs="+", help="only these, and what they go on from")

@@ -266,10 +266,10 @@ def run_flops(folder: Path) -> RunFlops:
         six_nd = 6.0 * flops.compute_parameters * summary["pass_tokens"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UnspokenError(f"{folder}: its FLOPs cannot be counted: {type(error).__name__}: {error}") from error
-    return RunFlops(counted, six_nd, flops.decode(length // 2, _latent_length(summary)))
+    return RunFlops(counted, six_nd, flops.decode(length // 2, latent_length(summary)))
 
 
-def _latent_length(summary: Mapping[str, Any]) -> float:
+def latent_length(summary: Mapping[str, Any]) -> float:
     """Of the trained model, where it was evaluated at the end, or else of all its training."""
     steps = summary.get("latent_steps", 0)
     last = (summary.get("final") or {}).get("eval") or {}

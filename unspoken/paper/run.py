@@ -1,4 +1,4 @@
-"""`unspoken paper NAME`: run a study's arms with our own commands, then write what was found.
+"""`unspoken paper NAME`, `unspoken compare NAME`: run a study's arms with our own commands, then write what was found.
 
     OUT/results.json table.md report.html *.svg      the findings
     OUT/recipes OUT/runs OUT/evals OUT/commands      what they stand on (see plan.py)
@@ -20,16 +20,22 @@ from unspoken.paper.study import Study, known_studies, load_study, nearest_or_al
 INTERRUPTED = 130
 
 
-def main(args: argparse.Namespace) -> int:
+def compare(args: argparse.Namespace) -> int:
+    """`unspoken compare`: the comparisons of methods in recipes/compare are studies too."""
+    return main(args, comparisons=True)
+
+
+def main(args: argparse.Namespace, comparisons: bool = False) -> int:
     console = Console()
     if args.list:
-        return _list(console)
+        return _list(console, comparisons)
     if args.study is None:
         raise UsageError("give the name of a study, or --list")
     if args.jobs < 1:
         raise UsageError(f"--jobs is {args.jobs}; it must be at least 1")
     study = load_study(args.study)
-    out = Path(args.out or Path("runs/paper") / (f"{study.name}-quick" if args.quick else study.name))
+    home = Path("runs/compare" if comparisons else "runs/paper")
+    out = Path(args.out or home / (f"{study.name}-quick" if args.quick else study.name))
     arms = Arms(study, out, args.overrides, args.quick)
     seeds = args.seeds or _study_seeds(args, study)
     if any(seed < 0 for seed in seeds):
@@ -64,12 +70,14 @@ def _earlier_seeds(out: Path) -> list[int]:
     return [int(path.stem.rpartition("-s")[2]) for path in (out / "recipes").glob("*-s[0-9]*.yaml")]
 
 
-def _list(console: Console) -> int:
-    known = known_studies()
+def _list(console: Console, comparisons: bool) -> int:
+    known = known_studies(comparisons)
     if not known:
-        raise UsageError("no recipes/paper folder here; run this where the repository is")
+        raise UsageError(
+            f"no recipes/{'compare' if comparisons else 'paper'} folder here; run this where the repository is"
+        )
     for name in known:
-        file = load_study(name).file
+        file = load_study(str(known[name])).file
         figure = f" ({file.figure})" if file.figure else ""
         console.print(f"[bold]{name}[/]  {escape(file.question + figure)}", highlight=False, soft_wrap=True)
     return 0

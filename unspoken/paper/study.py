@@ -60,8 +60,9 @@ class StudyFile(Section):
     """The keys of study.yaml.
 
     baseline: an arm that every other is compared with, beside what `compare` says. budgets: training tokens of the
-    base, one set of runs for each. quick_arms: those of `--quick`, all unless given. cpu_seconds: what the whole cost
-    where it was tried. paper: the paper's own settings and numbers, shown beside ours.
+    base, one set of runs for each. costs: a table of what training and decoding cost. quick_arms: those of `--quick`,
+    all unless given. cpu_seconds: what the whole cost where it was tried. paper: the paper's own settings and numbers,
+    shown beside ours.
     """
 
     title: str
@@ -76,6 +77,7 @@ class StudyFile(Section):
     compare: dict[str, str] = Field(default_factory=dict)
     eval: EvalSection = EvalSection()
     plots: tuple[Plot, ...] = ("differences", "curves")
+    costs: bool = False
     quick_arms: list[str] | None = None
     cpu_seconds: Count | None = None
     paper: dict[str, Any] = Field(default_factory=dict)
@@ -174,17 +176,20 @@ def load_study(name: str) -> Study:
     path = _find(name)
     values, origins = read_yaml(path, "study")
     try:
-        return Study(path.parent.name, path, StudyFile.model_validate(values), origins)
+        return Study(
+            path.parent.name if path.name == STUDY else path.stem, path, StudyFile.model_validate(values), origins
+        )
     except ValidationError as error:
         raise UsageError("\n  ".join(_complaint(details, path, origins) for details in error.errors())) from None
 
 
-def known_studies() -> dict[str, Path]:
-    """The studies of `recipes/paper`, by name."""
+def known_studies(comparisons: bool = False) -> dict[str, Path]:
+    """The studies of `recipes/paper`, or the comparisons of `recipes/compare`, by name."""
     found: dict[str, Path] = {}
     for folder in FOLDERS:
-        for path in sorted(folder.glob(f"*/{STUDY}")):
-            found.setdefault(path.parent.name, path)
+        paths = (folder.parent / "compare").glob("*.yaml") if comparisons else folder.glob(f"*/{STUDY}")
+        for path in sorted(paths):
+            found.setdefault(path.stem if comparisons else path.parent.name, path)
     return found
 
 
@@ -199,7 +204,7 @@ def _find(name: str) -> Path:
         return path
     if (path / STUDY).is_file():
         return path / STUDY
-    known = known_studies()
+    known = known_studies() | known_studies(comparisons=True)
     if name in known:
         return known[name]
     if not known:

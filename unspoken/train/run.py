@@ -12,8 +12,10 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shlex
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -231,12 +233,22 @@ def _summary(loop: "TrainingLoop", is_finished: bool) -> dict[str, Any]:
         **asdict(progress),
         "processes": loop.ranks.size,
         "best": loop.best,
+        "peak_memory_bytes": _peak_memory(loop.model.device),
         "num_parameters": sum(p.numel() for p in loop.model.parameters()),
         "compute_parameters": num_parameters,
         "train_flops": 6 * num_parameters * progress.pass_tokens,
         "flops_convention": "6 * compute_parameters * pass_tokens; attention scores and evaluation not counted",
         "final": loop.last_rows,
     }
+
+
+def _peak_memory(device: Any) -> int:
+    """Of the CUDA device, by tensors; or else of this process, all that it held."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def resume_command(folder: Path, num_processes: int) -> str:
