@@ -76,7 +76,17 @@ def test_what_a_token_costs_is_known_before_it_runs(thinking, write_study, tmp_p
         "fixed": {"model.router": "none"},
         "both": {"model.method": "adaptive_recycler"},
         "recycler": {"model.method": "recycler"},
+        "looped": {"model.method": "looped"},
+        "ponder2": {"model.method": "ponder2"},
     }
     arms = Arms(write_study(thinking), tmp_path / "out")
     found = {run.arm: (run.num_passes, run.runs_per_token) for run in arms.runs(list(thinking["arms"]), [0])}
-    assert found == {"plain": (1, 1), "adaptive": (1, 3), "fixed": (1, 5), "both": (2, 6), "recycler": (2, 2)}
+    assert found == {
+        "plain": (1, 1),
+        "adaptive": (1, 3),
+        "fixed": (1, 5),
+        "both": (2, 6),
+        "recycler": (2, 2),
+        "looped": (1, 4),
+        "ponder2": (1, 8),
+    }

@@ -60,9 +60,18 @@ class Run:
     @property
     def runs_per_token(self) -> float:
         """Of the backbone, that a token costs in training: half of the latent steps that it may take, for a guess."""
-        model = self.values["model"]
-        latent_steps = model.get("max_latent_steps") or 3 if "adaptive" in str(model.get("method")) else 0
-        return self.num_passes * (1 + latent_steps * (1 if model.get("router") == "none" else 0.5))
+        model, method = self.values["model"], str(self.values["model"].get("method"))
+        if "adaptive" in method:
+            latent_steps = model.get("max_latent_steps") or 3
+            return self.num_passes * (1 + latent_steps * (1 if model.get("router") == "none" else 0.5))
+        slots = 1 + (model.get("num_latent_thoughts") or 1)
+        of_baselines = {
+            "looped": model.get("num_loops") or 4,
+            "pause": 1 + model.get("num_pauses", 3),
+            "ponder": 1 + model.get("num_ponder_steps", 3),
+            "ponder2": slots * (slots - 1) / 2 + slots * 3.5,
+        }
+        return self.num_passes * of_baselines.get(method, 1)
 
 
 class Arms:
