@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.baselines import CONFIGS, RECURRENT, baseline
 from tests.families import adaptive_model, random_ids, tiny_model
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.train.build import build_model, model_like, open_data
@@ -54,8 +55,19 @@ def gradient_cases() -> dict[str, dict[str, Any]]:
 
 def adaptive_cases() -> dict[str, dict[str, Any]]:
     """Ranks whose tokens take other numbers of latent steps."""
-    common = {"family": "llama_tied", "k": 1, "rows_at_once": 1, "lengths": (3, 12), "adaptive": True}
+    common = {"family": "llama_tied", "k": 1, "rows_at_once": 1, "lengths": (3, 12), "kind": "adaptive"}
     return {f"{engine}, latent steps": {**common, "engine": engine} for engine in ("ddp", "fsdp", "fsdp gathered")}
+
+
+def baseline_cases() -> dict[str, dict[str, Any]]:
+    """Several runs of the backbone in one forward, and what stands between them."""
+    common = {"family": "llama_tied", "k": 1, "rows_at_once": 1, "lengths": (7, 12)}
+    kinds = {"looped with a gate": {}, "pause": {}, "ponder": {}, "ponder2": {"options": {"num_refinements": 2}}}
+    return {
+        f"{engine}, {kind}": {**common, "engine": engine, "kind": kind, **more}
+        for engine in ("ddp", "fsdp")
+        for kind, more in kinds.items()
+    }
 
 
 def compiled_cases() -> dict[str, dict[str, Any]]:
@@ -75,20 +87,22 @@ def batch_of(rank: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(length).expand(2, -1)}
 
 
-def _model(family: str, adaptive: bool) -> LatentForCausalLM:
-    if adaptive:
+def _model(family: str, kind: str) -> LatentForCausalLM:
+    if kind in CONFIGS | RECURRENT:
+        return baseline(kind, family, torch.float32).train()
+    if kind == "adaptive":
         return adaptive_model(family, torch.float32, exit_threshold=0.15, router_bias=0.3).train()
     return tiny_model(family, torch.float32).train()
 
 
 def reference(
-    family: str, k: int, batches: list[dict[str, torch.Tensor]], adaptive: bool = False
+    family: str, k: int, batches: list[dict[str, torch.Tensor]], kind: str = "recycler", **options: Any
 ) -> dict[str, torch.Tensor]:
     """One process, one forward and backward for each rank's rows."""
-    model = _model(family, adaptive)
+    model = _model(family, kind)
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     for batch in batches:
-        model(**batch, num_passes=k, num_items_in_batch=count).loss.backward()
+        model(**batch, num_passes=k, num_items_in_batch=count, **options).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -96,13 +110,13 @@ def gradients(ranks: Ranks, engine: str, family: str, k: int, rows_at_once: int 
     options = {"gradient_checkpointing": case.get("checkpointing", False), "compile": case.get("compile", False)}
     train = TrainSection(max_steps=1, **options, **ENGINES[engine])
     batches = [batch_of(rank, length) for rank, length in enumerate(case.get("lengths", (9, 9)))]
-    adaptive = case.get("adaptive", False)
-    expected = reference(family, k, batches, adaptive)
-    made = Engine(_model(family, adaptive), train, ranks)
+    kind, of_forward = case.get("kind", "recycler"), case.get("options", {})
+    expected = reference(family, k, batches, kind, **of_forward)
+    made = Engine(_model(family, kind), train, ranks)
     test = SelfTest(made, train)
-    sums = forward_backward(made, batches[ranks.rank], rows_at_once, k, contextlib.nullcontext())
+    sums = forward_backward(made, batches[ranks.rank], rows_at_once, k, contextlib.nullcontext(), **of_forward)
     loss, pass_losses = sums.loss, sums.pass_losses
-    test.check(k, 2 // rows_at_once)
+    test.check(k, 2 // rows_at_once, **of_forward)
     worst, largest = 0.0, 0.0
     for name, parameter in made.parameters.items():
         assert parameter.grad is not None, name
@@ -111,7 +125,7 @@ def gradients(ranks: Ranks, engine: str, family: str, k: int, rows_at_once: int 
         largest = max(largest, float(expected[name].abs().max()))
     assert set(made.parameters) == set(expected)
     found = {"worst": worst, "largest": largest, "loss": ranks.sum([float(loss)])[0], "passes": len(pass_losses)}
-    if adaptive:
+    if kind == "adaptive":
         own = [0.0, 0.0]
         own[ranks.rank] = float(sums.latents["latent_length"][0])
         found["latent steps"] = ranks.sum(own)
@@ -228,7 +242,9 @@ def main(folder: Path, compiled: bool) -> None:
     found: dict[str, Any] = {"gradients": {}}
     with joined_ranks(torch.device("cpu")) as ranks:
         try:
-            for name, case in (compiled_cases() if compiled else gradient_cases() | adaptive_cases()).items():
+            for name, case in (
+                compiled_cases() if compiled else gradient_cases() | adaptive_cases() | baseline_cases()
+            ).items():
                 found["gradients"][name] = gradients(ranks, **case)
             if not compiled:
                 found["exchanges"] = exchanges(ranks)

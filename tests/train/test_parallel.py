@@ -16,6 +16,7 @@ from tests.train.conftest import BACKBONE
 from tests.train.parallel_cases import (
     ENGINES,
     adaptive_cases,
+    baseline_cases,
     compiled_cases,
     gradient_cases,
     run_until,
@@ -107,6 +108,13 @@ def test_gradients_equal_one_process_where_ranks_go_to_other_depths(found, case)
     assert result["worst"] < EXACT
     one, other = result["latent steps"]
     assert one != other and min(one, other) > 0
+
+
+@pytest.mark.parametrize("case", baseline_cases())
+def test_gradients_of_baselines_equal_one_process(found, case):
+    result = found["gradients"][case]
+    assert result["largest"] > 1e-3
+    assert result["worst"] < EXACT
 
 
 @pytest.mark.slow
