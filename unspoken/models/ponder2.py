@@ -188,8 +188,6 @@ class Ponder2Model(LatentModel):
         mask, times = tokens.mask, torch.arange(tokens.mask.shape[1], device=tokens.mask.device)
         counts = torch.full_like(times, num_slots + num_written)
         counts[: tokens.first] = self.num_slots if cache is not None else 0
-        if cache is None and tokens.first:
-            raise AssertionError("tokens behind others need their cache")
         real = mask.repeat_interleave(counts, dim=1)
         documents = None
         if tokens.documents is not None:
