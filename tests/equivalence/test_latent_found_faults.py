@@ -89,6 +89,14 @@ def test_pads_of_a_prompt_stay_hidden_without_a_mask(depth):
     close(logits[1], logits[0], 1e-10)
 
 
+@torch.no_grad()
+def test_a_mask_of_the_new_tokens_alone_is_refused():
+    model, ids = thinking("llama"), random_ids(2, 7)
+    cache = model(ids[:, :5], use_cache=True).cache
+    with pytest.raises(ValueError, match="attention_mask has 2 columns; the cache's 5 tokens and the 2 new ones"):
+        model(ids[:, 5:], cache=cache, attention_mask=torch.ones(2, 2, dtype=torch.long))
+
+
 def test_form_c_divides_by_the_steps_of_the_call():
     """By the configuration's: infinite for 0, and twice too much for a call that doubles them."""
     ids = random_ids(2, 7)

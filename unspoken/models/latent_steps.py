@@ -230,7 +230,12 @@ class TakesLatentSteps:
                 "a 4D attention_mask says nothing of latent steps; give a 2D one, or position_ids that restart with "
                 "each document"
             )
-        if stored is not None and attention_mask is not None:
+        if stored is not None and table is not None and attention_mask is not None:
+            if attention_mask.shape[1] < table.num_tokens + embeds.shape[1]:
+                raise ValueError(
+                    f"attention_mask has {attention_mask.shape[1]} columns; the cache's {table.num_tokens} tokens and "
+                    f"the {embeds.shape[1]} new ones need one each"
+                )
             stored = stored.hiding(attention_mask)
         tokens = _Tokens.of_forward(embeds, real, position_ids, documents, table)
         active, inputs, mixture = tokens.all(), embeds, _Mixture(embeds.shape, knobs)
