@@ -222,6 +222,7 @@ def test_loop_overhead_refuses_loops_that_train_differently(tmp_path, monkeypatc
         loop_overhead.measure("recycler", tmp_path, settings, [])
 
 
+@pytest.mark.slow
 def test_throughput_refuses_compiled_code_that_trains_differently(tmp_path, monkeypatch):
     """torch's tracing stands for its compiler here, which takes a minute."""
     prepare(PrepareOptions(("stdlib",), tokenizer="bpe:300"), tmp_path / "data")
@@ -311,6 +312,7 @@ def test_latent_work_refuses_tokens_that_take_other_steps(monkeypatch):
         latent_work.training("tiny", model, WORK, [])
 
 
+@pytest.mark.slow
 def test_the_gpu_command_runs_whole_on_a_cpu(tmp_path, capsys):
     assert gpu.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     result = Result.load(tmp_path / "gpu.json")

@@ -154,7 +154,13 @@ def test_the_adapter_learns_from_zero():
     assert losses[0][0] == losses[0][1] != losses[-1][1] != losses[-1][0]
 
 
-@pytest.mark.parametrize(("packed", "backend"), [(False, "eager"), (True, "aot_eager")], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    ("packed", "backend"),
+    [
+        pytest.param(False, "eager", id="rows"),
+        pytest.param(True, "aot_eager", id="packed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_step_equals_an_eager_one(num_graphs, packed, backend):
     """B25: one whole graph for each number of passes. Here forward (and backward, with "aot_eager") are traced, and run
     as they are; the slow test below generates code from them."""

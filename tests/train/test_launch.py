@@ -80,6 +80,7 @@ def test_what_every_process_would_refuse_is_refused_once(recipe, words, message,
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_only_the_processes_can_see_is_not_tried_again(recipe, tmp_path):
     process = _start(recipe, tmp_path / "out", "--data.path", str(tmp_path / "nowhere"), restarts=1)
     _, errors = process.communicate(timeout=200)
