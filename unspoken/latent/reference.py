@@ -190,13 +190,7 @@ def paused(backbone: GridBackbone, embeddings: Tensor, pause: Tensor, num_pauses
 
     embeddings [1, T, d] -> states of each token's last slot [1, T, d].
     """
-    inputs, times = [], []
-    for t in range(embeddings.shape[1]):
-        inputs += [embeddings[0, t], *[pause] * num_pauses]
-        times += [t] * (1 + num_pauses)
-    visible = torch.ones(len(times), len(times), dtype=torch.bool).tril()
-    states = backbone(torch.stack(inputs)[None], torch.tensor(times), visible)
-    return states[:, num_pauses :: 1 + num_pauses]
+    return interleaved(backbone, [embeddings, *[pause.expand_as(embeddings)] * num_pauses])[-1]
 
 
 def interleaved(backbone: GridBackbone, stages: list[Tensor]) -> list[Tensor]:

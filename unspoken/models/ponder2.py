@@ -15,7 +15,6 @@ together, `num_refinements` times, and once more for the states. Gradients flow 
 Source: PonderLM-2 (arXiv 2509.23184); oracle: `latent/reference.py` `refined_thoughts` and `thoughts`.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,50 +24,17 @@ from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import Ponder2Config
 from unspoken.latent.cache import fork
-from unspoken.latent.recycle import document_starts
-from unspoken.models.backbone import attention_windows
-from unspoken.models.inputs import is_packed, real_positions, refuse_unknown, without_pads
-from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput, by_pass, joined
+from unspoken.models.inputs import without_pads
+from unspoken.models.latent_lm import LatentForCausalLM, LatentModelOutput, by_pass, joined
 from unspoken.models.recurrent import RecurrentDecoding
-from unspoken.models.slotted import slot_masks, stretch
+from unspoken.models.slotted import SlottedModel, SlottedTokens, stretch
 
 
-@dataclass
-class _Tokens:
-    """The tokens of a forward. mask bool [B, first + T]: which of them, and of the `first` ones that the cache holds
-    before, are real. documents [B, T] (None: one a row)."""
-
-    embeds: Tensor
-    mask: Tensor
-    position_ids: Tensor
-    documents: Tensor | None
-    first: int
-    options: dict
-
-    def __len__(self) -> int:
-        return self.embeds.shape[1]
-
-    @property
-    def real(self) -> Tensor:
-        return self.mask[:, self.first :]
-
-    def part(self, start: int, stop: int) -> "_Tokens":
-        """Tokens start..stop behind those before them."""
-        return replace(
-            self,
-            embeds=self.embeds[:, start:stop],
-            mask=self.mask[:, : self.first + stop],
-            position_ids=self.position_ids[..., start:stop],
-            first=self.first + start,
-        )
-
-
-class Ponder2Model(LatentModel):
+class Ponder2Model(SlottedModel):
     """The backbone over tokens and their thoughts."""
 
     config_class = Ponder2Config
-    config: Any
-    _can_compile_fullgraph = False
+    extra_slots = "latent thoughts"
 
     def __init__(self, config: Ponder2Config):
         super().__init__(config)
@@ -76,7 +42,6 @@ class Ponder2Model(LatentModel):
 
     @property
     def num_slots(self) -> int:
-        """Of a token."""
         return 1 + self.config.num_latent_thoughts
 
     def runs_of_pass(self, num_refinements: int | None = None, **options: Any) -> list[int]:
@@ -108,23 +73,10 @@ class Ponder2Model(LatentModel):
             raise ValueError(
                 f"a {self.config.model_type} model has one pass, of num_refinements; got num_passes={num_passes!r}"
             )
-        if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
-            raise ValueError("a 4D attention_mask says nothing of latent thoughts; give a 2D one")
-        embeds = self.embed(input_ids, inputs_embeds)
-        batch, num_tokens = embeds.shape[:2]
-        real = real_positions(attention_mask, num_tokens)
-        packed = is_packed(position_ids, real)
-        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(kwargs)
-        first = 0 if cache is None else stretch(cache, self.num_slots, self.config.num_hidden_layers)
-        if attention_mask is None:
-            attention_mask = torch.ones(batch, first + num_tokens, dtype=torch.long, device=embeds.device)
-        if position_ids is None:
-            position_ids = torch.arange(first, first + num_tokens, device=embeds.device).unsqueeze(0)
-        documents = document_starts(position_ids, real).cumsum(-1).expand(batch, -1) if packed else None
-        tokens = _Tokens(without_pads(embeds, real), attention_mask.bool(), position_ids, documents, first, kwargs)
+        tokens, cache = self._read(input_ids, inputs_embeds, attention_mask, position_ids, cache, use_cache, kwargs)
+        num_tokens = len(tokens)
         if num_passes == "exact":
-            if packed:
+            if tokens.documents is not None:
                 raise ValueError("the exact recurrence needs one document a row; position_ids restart within a row")
             num_recurrent = num_tokens
         num_prefilled = num_tokens - num_recurrent
@@ -156,7 +108,7 @@ class Ponder2Model(LatentModel):
         stretch(cache, self.num_slots, self.config.num_hidden_layers)
         return cache
 
-    def _refined(self, tokens: _Tokens, cache: Cache | None, num_refinements: int) -> LatentModelOutput:
+    def _refined(self, tokens: SlottedTokens, cache: Cache | None, num_refinements: int) -> LatentModelOutput:
         """The thoughts one after the other, then all from all, and at last the states."""
         stages, outputs = [tokens.embeds], []
         *first_runs, _ = self.runs_of_pass(num_refinements)
@@ -170,7 +122,7 @@ class Ponder2Model(LatentModel):
         outputs.append(output)
         return self._collected(outputs, states[-1], cache)
 
-    def _recurrence(self, token: _Tokens, cache: Cache) -> LatentModelOutput:
+    def _recurrence(self, token: SlottedTokens, cache: Cache) -> LatentModelOutput:
         """One token, slot by slot over the cache."""
         outputs, entering = [], token.embeds
         for slot in range(self.num_slots):
@@ -179,52 +131,8 @@ class Ponder2Model(LatentModel):
             entering = self._as_thought(state, token)
         return self._collected(outputs, state, cache)
 
-    def _as_thought(self, state: Tensor, tokens: _Tokens) -> Tensor:
+    def _as_thought(self, state: Tensor, tokens: SlottedTokens) -> Tensor:
         return without_pads(self.as_inputs(state), tokens.real)
-
-    def _run(self, stages: list[Tensor], tokens: _Tokens, cache: Cache | None, num_written: int = 0):
-        """One run over the given slots of each token, [B, T, d] each; `num_written` slots of it are in the cache."""
-        num_slots, num_queries = len(stages), len(stages) * len(tokens)
-        mask, times = tokens.mask, torch.arange(tokens.mask.shape[1], device=tokens.mask.device)
-        counts = torch.full_like(times, num_slots + num_written)
-        counts[: tokens.first] = self.num_slots if cache is not None else 0
-        real = mask.repeat_interleave(counts, dim=1)
-        documents = None
-        if tokens.documents is not None:
-            documents = tokens.documents.repeat_interleave(num_slots, dim=1)
-        if cache is None and documents is None and not any(attention_windows(self.config.text_config)):
-            # What the body makes of it is causal. Without a mask it would take repeated positions for documents.
-            masks: Tensor | dict = real.long()
-        else:
-            masks = slot_masks(
-                self.config.text_config,
-                times.repeat_interleave(counts),
-                real,
-                num_queries,
-                documents,
-                tokens.embeds.dtype,
-            )
-        output = self.backbone(
-            inputs_embeds=torch.stack(stages, dim=2).flatten(1, 2),
-            attention_mask=masks,
-            position_ids=tokens.position_ids.repeat_interleave(num_slots, dim=-1),
-            cache=cache,
-            use_cache=cache is not None,
-            **tokens.options,
-        )
-        states = output.last_hidden_state.unflatten(1, (len(tokens), num_slots))
-        return output, states.unbind(2)
-
-    def _collected(self, outputs: list, hidden: Tensor, cache: Cache | None) -> LatentModelOutput:
-        router_logits = [logits for output in outputs for logits in output.get("router_logits") or ()]
-        return LatentModelOutput(
-            last_hidden_state=hidden,
-            cache=cache,
-            hidden_states=outputs[-1].get("hidden_states"),
-            attentions=outputs[-1].get("attentions"),
-            router_logits=tuple(router_logits) or None,
-            pass_hidden_states=(hidden,),
-        )
 
 
 class Ponder2ForCausalLM(RecurrentDecoding, LatentForCausalLM):

@@ -1,9 +1,10 @@
-"""Several entries a token in one causal sequence: the mask over them, and the cache that holds them.
+"""Several entries a token in one causal sequence: one run over them, the mask, and the cache that holds them.
 
 slots        x_1 . .   x_2 . .   x_3 . .        each slot sees all slots before it
 position     1   1 1   2   2 2   3   3 3        a token's slots share its position; windows count tokens
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,126 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from unspoken.errors import CacheError
+from unspoken.latent.recycle import document_starts
 from unspoken.latent.visibility import attention_masks
+from unspoken.models.backbone import attention_windows
+from unspoken.models.inputs import is_packed, real_positions, refuse_unknown, without_pads
+from unspoken.models.latent_lm import LatentModel, LatentModelOutput
+
+
+@dataclass
+class SlottedTokens:
+    """The tokens of a forward. mask bool [B, first + T]: which of them, and of the `first` ones that the cache holds
+    before, are real. documents [B, T] (None: one a row)."""
+
+    embeds: Tensor
+    mask: Tensor
+    position_ids: Tensor
+    documents: Tensor | None
+    first: int
+    options: dict
+
+    def __len__(self) -> int:
+        return self.embeds.shape[1]
+
+    @property
+    def real(self) -> Tensor:
+        return self.mask[:, self.first :]
+
+    def part(self, start: int, stop: int) -> "SlottedTokens":
+        """Tokens start..stop behind those before them."""
+        return replace(
+            self,
+            embeds=self.embeds[:, start:stop],
+            mask=self.mask[:, : self.first + stop],
+            position_ids=self.position_ids[..., start:stop],
+            first=self.first + start,
+        )
+
+
+class SlottedModel(LatentModel):
+    """What models with several slots a token share: how a forward's inputs are read, and one run over slots."""
+
+    config: Any
+    _can_compile_fullgraph = False
+    extra_slots = "slots"  # what they are called in messages
+
+    @property
+    def num_slots(self) -> int:
+        """Of a token."""
+        raise NotImplementedError
+
+    def _read(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | dict | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        use_cache: bool | None,
+        kwargs: dict,
+    ) -> tuple[SlottedTokens, Cache | None]:
+        """The tokens of a forward, and the cache to fill, with room for all slots."""
+        if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
+            raise ValueError(f"a 4D attention_mask says nothing of {self.extra_slots}; give a 2D one")
+        embeds = self.embed(input_ids, inputs_embeds)
+        batch, num_tokens = embeds.shape[:2]
+        real = real_positions(attention_mask, num_tokens)
+        packed = is_packed(position_ids, real)
+        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
+        refuse_unknown(kwargs)
+        first = 0 if cache is None else stretch(cache, self.num_slots, self.config.num_hidden_layers)
+        if attention_mask is None:
+            attention_mask = torch.ones(batch, first + num_tokens, dtype=torch.long, device=embeds.device)
+        if position_ids is None:
+            position_ids = torch.arange(first, first + num_tokens, device=embeds.device).unsqueeze(0)
+        documents = document_starts(position_ids, real).cumsum(-1).expand(batch, -1) if packed else None
+        embeds = without_pads(embeds, real)
+        return SlottedTokens(embeds, attention_mask.bool(), position_ids, documents, first, kwargs), cache
+
+    def _run(self, stages: list[Tensor], tokens: SlottedTokens, cache: Cache | None, num_written: int = 0):
+        """One run over the given slots of each token, [B, T, d] each; `num_written` slots of it are in the cache."""
+        num_slots, num_queries = len(stages), len(stages) * len(tokens)
+        mask, times = tokens.mask, torch.arange(tokens.mask.shape[1], device=tokens.mask.device)
+        counts = torch.full_like(times, num_slots + num_written)
+        counts[: tokens.first] = self.num_slots if cache is not None else 0
+        real = mask.repeat_interleave(counts, dim=1)
+        documents = None
+        if tokens.documents is not None:
+            documents = tokens.documents.repeat_interleave(num_slots, dim=1)
+        if cache is None and documents is None and not any(attention_windows(self.config.text_config)):
+            # What the body makes of it is causal. Without a mask it would take repeated positions for documents.
+            masks: Tensor | dict = real.long()
+        else:
+            masks = slot_masks(
+                self.config.text_config,
+                times.repeat_interleave(counts),
+                real,
+                num_queries,
+                documents,
+                tokens.embeds.dtype,
+            )
+        output = self.backbone(
+            inputs_embeds=torch.stack(stages, dim=2).flatten(1, 2),
+            attention_mask=masks,
+            position_ids=tokens.position_ids.repeat_interleave(num_slots, dim=-1),
+            cache=cache,
+            use_cache=cache is not None,
+            **tokens.options,
+        )
+        states = output.last_hidden_state.unflatten(1, (len(tokens), num_slots))
+        return output, states.unbind(2)
+
+    def _collected(self, outputs: list, hidden: Tensor, cache: Cache | None) -> LatentModelOutput:
+        router_logits = [logits for output in outputs for logits in output.get("router_logits") or ()]
+        return LatentModelOutput(
+            last_hidden_state=hidden,
+            cache=cache,
+            hidden_states=outputs[-1].get("hidden_states"),
+            attentions=outputs[-1].get("attentions"),
+            router_logits=tuple(router_logits) or None,
+            pass_hidden_states=(hidden,),
+        )
 
 
 def slot_masks(
