@@ -30,7 +30,7 @@ def test_it_is_what_a_cache_grows_by(kind):
         model = baseline(kind)
     cache, ids = DynamicCache(), random_ids(2, LENGTH)
     model(ids, cache=cache)
-    expected = cache_bytes_per_token(model.config, model_flops(model), bytes_per_value=8)
+    expected = cache_bytes_per_token(model.config, model_flops(model).cache_entries(), bytes_per_value=8)
     state = 2 * model.config.hidden_size * 8 if kind == "recycler" else 0
     found = measured(cache)
     assert found == 2 * LENGTH * expected, f"beside the recycled state's {state}"
@@ -41,5 +41,5 @@ def test_latent_steps_cost_an_entry_each():
     model, ids = adaptive_model("llama", exit_at_step=3), random_ids(1, LENGTH)
     cache = model(ids, use_cache=True).cache
     keys = [tensor for layer in cache.layers if isinstance(layer, SlotLayer) for tensor in layer.content()]
-    expected = cache_bytes_per_token(model.config, model_flops(model), latent_length=2, bytes_per_value=8)
+    expected = cache_bytes_per_token(model.config, model_flops(model).cache_entries(2), bytes_per_value=8)
     assert sum(tensor.nbytes for tensor in keys) == LENGTH * expected

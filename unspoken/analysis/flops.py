@@ -36,6 +36,7 @@ import yaml
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from unspoken.analysis.cache_bytes import cache_bytes_per_token
 from unspoken.config import AdaptiveLatentConfig, LatentConfig, PonderConfig
 from unspoken.errors import UnspokenError
 from unspoken.latent.counts import COUNTS, num_gates, step_counts
@@ -164,6 +165,10 @@ class ModelFlops:
         new = self.steps(lengths) - self.steps(lengths[:, :-1])
         return new + len(lengths) * (self.adapter + self.head)
 
+    def cache_entries(self, latent_length: float = 0.0) -> float:
+        """Keys and values that a token leaves in each layer."""
+        return 1 + latent_length if self.latent else self.decode_runs * self.runs[-1]
+
     def keys(self, number: int) -> int:
         """Attention to so many keys, summed over layers, which are equally wide."""
         return self.attention[0].flops_per_key * number
@@ -196,6 +201,7 @@ class RunFlops:
     counted: float
     six_nd: float
     decode_per_token: int  # in the middle of a training sequence, at the trained model's mean latent length
+    cache_bytes_per_token: float  # in bfloat16, at that length
 
 
 def model_flops(model: LatentForCausalLM | LatentConfig) -> ModelFlops:
@@ -266,10 +272,12 @@ def run_flops(folder: Path) -> RunFlops:
         six_nd = 6.0 * flops.compute_parameters * summary["pass_tokens"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UnspokenError(f"{folder}: its FLOPs cannot be counted: {type(error).__name__}: {error}") from error
-    return RunFlops(counted, six_nd, flops.decode(length // 2, latent_length(summary)))
+    latent_length = _latent_length(summary)
+    cache_bytes = cache_bytes_per_token(config, flops.cache_entries(latent_length))
+    return RunFlops(counted, six_nd, flops.decode(length // 2, latent_length), cache_bytes)
 
 
-def latent_length(summary: Mapping[str, Any]) -> float:
+def _latent_length(summary: Mapping[str, Any]) -> float:
     """Of the trained model, where it was evaluated at the end, or else of all its training."""
     steps = summary.get("latent_steps", 0)
     last = (summary.get("final") or {}).get("eval") or {}

@@ -1,15 +1,9 @@
 """What each arm of a study costs, in training and in decoding: a table. Empty unless the study asks for it."""
 
-import json
 import math
 from collections.abc import Sequence
 from statistics import mean
-from typing import Any
 
-from transformers import AutoConfig
-
-from unspoken.analysis.cache_bytes import cache_bytes_per_token
-from unspoken.analysis.flops import latent_length, model_flops
 from unspoken.analysis.numbers import short_count
 from unspoken.analysis.page import Cell
 from unspoken.paper.results import COUNTED, Result, Results
@@ -47,14 +41,5 @@ def _cells(results: Results, runs: Sequence[Result]) -> list[str | Cell]:
         average([results.cumulative(run, "train_cpu_seconds") for run in runs], "{:,.0f}"),
         average([None if peak is None else peak / 2**30 for peak in peaks], "{:.2f}"),
         average([run.flops.decode_per_token if run.flops else None for run in runs], "{:.3g}"),
-        average([_cache_bytes(run) for run in runs], "{:,.0f}"),
+        average([run.flops.cache_bytes_per_token if run.flops else None for run in runs], "{:,.0f}"),
     ]
-
-
-def _cache_bytes(run: Result) -> float | None:
-    if run.folder is None or run.flops is None:
-        return None
-    folder = run.folder.folder
-    config: Any = AutoConfig.from_pretrained(folder / "model")
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return cache_bytes_per_token(config, model_flops(config), latent_length(summary))
