@@ -1,17 +1,21 @@
 """A small study file for tests to change, and the folders that its runs would leave."""
 
 import copy
+import io
 import json
 import time
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from tests.analysis.conftest import evaluation, write_run
 from unspoken.paper.arms import Arms
 from unspoken.paper.command import Record
+from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.plan import Plan
+from unspoken.paper.results import Results
 from unspoken.paper.study import Study, load_study
 
 BACKBONE = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -63,6 +67,12 @@ def make_plan(tmp_path, write_study):
         return Plan(arms, arms.runs(list(values["arms"]), seeds))
 
     return make
+
+
+def read_results(plan: Plan) -> tuple[Results, Pipeline]:
+    """What a study makes of the folders that its runs have left."""
+    pipeline = Pipeline(plan.out, plan.stages(1), ["unspoken"], Console(file=io.StringIO()), keep_going=True)
+    return Results(plan.arms.study, plan, pipeline), pipeline
 
 
 def leave_results(plan: Plan, losses: dict[str, dict[str, float]], failed: tuple[str, ...] = ()) -> None:

@@ -6,13 +6,11 @@ import json
 import pytest
 from rich.console import Console
 
-from tests.paper.conftest import leave_results
+from tests.paper.conftest import leave_results, read_results
 from unspoken.paper import execution
 from unspoken.paper.answers import answer_tables
 from unspoken.paper.execution import Options, run_study
-from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.report import markdown, write_results
-from unspoken.paper.results import Results
 
 LOSSES = {"plain": {"k=1": 1.5}, "recycler": {"k=1": 1.0, "k=2": 0.2, "k=3": 0.3, "exact": 0.9}}
 
@@ -40,8 +38,7 @@ def results(on_task, make_plan):
         }
         found["task"] = {"settings": {"name": "running_sum", "max_length": 16}, "lengths": answers}
         path.write_text(json.dumps(found))
-    pipeline = Pipeline(plan.out, plan.stages(1), ["unspoken"], Console(file=io.StringIO()), keep_going=True)
-    return Results(plan.arms.study, plan, pipeline), pipeline
+    return read_results(plan)
 
 
 def test_a_model_is_asked_for_its_task_not_for_text(on_task, make_plan):
@@ -78,5 +75,4 @@ def test_it_is_printed(results, monkeypatch):
 def test_a_study_on_text_has_no_such_table(values, make_plan):
     plan = make_plan(values)
     leave_results(plan, {"plain": {"k=1": 5.0}})
-    pipeline = Pipeline(plan.out, plan.stages(1), ["unspoken"], Console(file=io.StringIO()), keep_going=True)
-    assert answer_tables(Results(plan.arms.study, plan, pipeline)) == []
+    assert answer_tables(read_results(plan)[0]) == []

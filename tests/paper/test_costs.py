@@ -1,19 +1,15 @@
 """The table of costs, and comparisons of methods, which are studies of their own folder."""
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from tests.paper.conftest import leave_results
+from tests.paper.conftest import leave_results, read_results
 from unspoken import cli
 from unspoken.paper.arms import Arms
 from unspoken.paper.costs import HEADERS, cost_tables
-from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.report import markdown
-from unspoken.paper.results import Results
 from unspoken.paper.study import known_studies, load_study
 from unspoken.train.recipe import FIELDS_OF
 
@@ -27,8 +23,7 @@ def results(values, make_plan):
         if path.is_file():
             more = {"peak_memory_bytes": (1 + run.seed) * 2**30, "train_seconds": 7.0 + run.seed}
             path.write_text(json.dumps(json.loads(path.read_text()) | more))
-    pipeline = Pipeline(plan.out, plan.stages(1), ["unspoken"], Console(file=io.StringIO()), keep_going=True)
-    return Results(plan.arms.study, plan, pipeline)
+    return read_results(plan)[0]
 
 
 def test_what_runs_cost_is_averaged_over_seeds(results):
@@ -42,8 +37,7 @@ def test_what_runs_cost_is_averaged_over_seeds(results):
 def test_a_study_that_does_not_ask_has_no_such_table(values, make_plan):
     plan = make_plan(values)
     leave_results(plan, {"plain": {"k=1": 5.0}})
-    pipeline = Pipeline(plan.out, plan.stages(1), ["unspoken"], Console(file=io.StringIO()), keep_going=True)
-    assert cost_tables(Results(plan.arms.study, plan, pipeline)) == []
+    assert cost_tables(read_results(plan)[0]) == []
 
 
 def test_comparisons_have_every_method_and_can_be_named(tmp_path, capsys):

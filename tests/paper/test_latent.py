@@ -1,17 +1,13 @@
 """A study with latent steps: the table of how deep its arms went, the plot of how they came there."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
-from tests.paper.conftest import leave_results
+from tests.paper.conftest import leave_results, read_results
 from unspoken.paper.arms import Arms
 from unspoken.paper.latent import latent_tables
-from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.report import markdown, write_results
-from unspoken.paper.results import Results
 
 LOSSES = {"plain": {"k=1": 5.0}, "adaptive": {"k=1": 4.9}}
 
@@ -41,8 +37,7 @@ def results(thinking, make_plan):
             for i in range(21)
         ]
         (plan.train(run).output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pipeline = Pipeline(plan.out, plan.stages(1), ["unspoken"], Console(file=io.StringIO()), keep_going=True)
-    return Results(plan.arms.study, plan, pipeline), pipeline
+    return read_results(plan)
 
 
 def test_the_table_has_the_arms_that_think(results):
@@ -64,8 +59,7 @@ def test_all_is_written(results, tmp_path):
 def test_without_latent_steps_there_is_neither(values, make_plan):
     plan = make_plan(values | {"plots": ["latent"]})
     leave_results(plan, {"plain": {"k=1": 5.0}})
-    pipeline = Pipeline(plan.out, plan.stages(1), ["unspoken"], Console(file=io.StringIO()), keep_going=True)
-    results = Results(plan.arms.study, plan, pipeline)
+    results, pipeline = read_results(plan)
     assert latent_tables(results) == []
     assert "latent.svg" not in [path.name for path in write_results(results, pipeline, plan.out)]
 

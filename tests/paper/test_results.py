@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from tests.paper.conftest import leave_results
+from tests.paper.conftest import leave_results, read_results
 from unspoken.analysis.compare import Outcome
 from unspoken.paper import execution
 from unspoken.paper.execution import Options, run_study
@@ -27,8 +27,7 @@ def make_results(make_plan):
     def make(values, losses=LOSSES, failed=()) -> tuple[Results, Pipeline]:
         plan = make_plan(values)
         leave_results(plan, losses, failed)
-        pipeline = Pipeline(plan.out, plan.stages(1), ["unspoken"], Console(file=io.StringIO()), keep_going=True)
-        return Results(plan.arms.study, plan, pipeline), pipeline
+        return read_results(plan)
 
     return make
 
