@@ -167,8 +167,7 @@ class LoopedConfig(LatentConfig):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if not _is_count(self.num_loops, at_least=1):
-            raise ValueError(f"num_loops must be a whole number of at least 1, got {self.num_loops!r}")
+        _check_count("num_loops", self.num_loops, at_least=1)
         for name in ("norm_between_loops", "inject_input", "exit_gate"):
             _check_flag(name, getattr(self, name))
         if self.exit_gate and not self.norm_between_loops:
@@ -193,8 +192,7 @@ class PonderConfig(LatentConfig):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if not _is_count(self.num_ponder_steps, at_least=0):
-            raise ValueError(f"num_ponder_steps must be a whole number of at least 0, got {self.num_ponder_steps!r}")
+        _check_count("num_ponder_steps", self.num_ponder_steps, at_least=0)
         _check_flag("accumulate", self.accumulate)
 
 
@@ -207,8 +205,7 @@ class PauseConfig(LatentConfig):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if not _is_count(self.num_pauses, at_least=0):
-            raise ValueError(f"num_pauses must be a whole number of at least 0, got {self.num_pauses!r}")
+        _check_count("num_pauses", self.num_pauses, at_least=0)
 
 
 class Ponder2Config(LatentConfig):
@@ -232,15 +229,11 @@ class Ponder2Config(LatentConfig):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if not _is_count(self.num_latent_thoughts, at_least=1):
-            raise ValueError(
-                f"num_latent_thoughts must be a whole number of at least 1, got {self.num_latent_thoughts!r}"
-            )
+        _check_count("num_latent_thoughts", self.num_latent_thoughts, at_least=1)
         choices = [2, 3] if self.train_refinements is None else self.train_refinements
         if not (isinstance(choices, list) and choices and all(_is_count(n, at_least=0) for n in choices)):
             raise ValueError(f"train_refinements must be whole numbers of at least 0, got {choices!r}")
-        if not _is_count(self.num_refinements, at_least=0):
-            raise ValueError(f"num_refinements must be a whole number of at least 0, got {self.num_refinements!r}")
+        _check_count("num_refinements", self.num_refinements, at_least=0)
 
 
 class AdaptiveLatentConfig(LatentConfig):
@@ -296,12 +289,16 @@ class AdaptiveRecyclerConfig(AdaptiveLatentConfig, RecyclerConfig):
 
 def check_latent_steps(max_latent_steps: object, exit_threshold: object, exit_at_step: object) -> None:
     """Raise ValueError for what cannot be meant, in a configuration or in a call."""
-    if not _is_count(max_latent_steps, at_least=0):
-        raise ValueError(f"max_latent_steps must be a whole number of at least 0, got {max_latent_steps!r}")
+    _check_count("max_latent_steps", max_latent_steps, at_least=0)
     if not _is_number(exit_threshold) or not 0 <= exit_threshold <= 1:  # type: ignore[operator]
         raise ValueError(f"exit_threshold must be a probability, 0 to 1, got {exit_threshold!r}")
     if exit_at_step is not None and not _is_count(exit_at_step, at_least=1):
         raise ValueError(f"exit_at_step must be a whole number of at least 1, or null, got {exit_at_step!r}")
+
+
+def _check_count(name: str, value: object, at_least: int) -> None:
+    if not _is_count(value, at_least):
+        raise ValueError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
 
 
 def _check_flag(name: str, value: object) -> None:
