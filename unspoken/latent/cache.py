@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, StaticCache
+from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, StaticCache
 
 from unspoken.errors import CacheError
 
@@ -122,6 +122,24 @@ def attach_state(cache: Cache) -> RecycledStateLayer:
     layer = RecycledStateLayer(static=isinstance(cache, StaticCache))
     cache.layers.append(layer)
     return layer
+
+
+def give_layers(cache: Cache, layers: list[Any], has: str, need: str, others: str = "another model") -> None:
+    """Give an empty dynamic cache these layers in place of its own.
+
+    has, need, others: what a cache of another kind has room for, what needs more, and whose tokens it may hold.
+
+    Raises:
+        CacheError: it is of another kind, or holds tokens.
+    """
+    if not isinstance(cache, DynamicCache):
+        raise CacheError(f"a {type(cache).__name__} has {has}; {need} need a DynamicCache (no cache_implementation)")
+    if (length := int(cache.get_seq_length())) > 0:
+        raise CacheError(
+            f"the cache holds {length} tokens of {others}. Pass a cache that this model returned, or an empty one."
+        )
+    cache.layers = layers
+    cache.layer_class_to_replicate = None
 
 
 def fork(cache: Cache) -> Cache:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DummyLayer, DynamicLayer
 
 from unspoken.errors import CacheError
+from unspoken.latent.cache import give_layers
 from unspoken.latent.visibility import Entries
 
 KeysValues = list[tuple[Tensor, Tensor]]  # of each layer: [b, H, Q, D]
@@ -269,18 +270,9 @@ def slot_table(cache: Cache, num_layers: int) -> SlotTable:
         if (found := sum(isinstance(layer, SlotLayer) for layer in cache.layers)) != num_layers:
             raise CacheError(f"the cache is of a model with {found} layers, this one has {num_layers}")
         return table
-    if not isinstance(cache, DynamicCache):
-        raise CacheError(
-            f"a {type(cache).__name__} has one slot a token; latent steps need a DynamicCache (no cache_implementation)"
-        )
-    if int(cache.get_seq_length()) > 0:
-        raise CacheError(
-            f"the cache holds {int(cache.get_seq_length())} tokens of a model without latent steps. Pass a cache that "
-            "this model returned, or an empty one."
-        )
     table = SlotTable()
-    cache.layers = [*(SlotLayer(table) for _ in range(num_layers)), table]
-    cache.layer_class_to_replicate = None
+    layers = [*(SlotLayer(table) for _ in range(num_layers)), table]
+    give_layers(cache, layers, "one slot a token", "latent steps", "a model without latent steps")
     return table
 
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import LatentConfig
-from unspoken.errors import CacheError
+from unspoken.latent.cache import give_layers
 from unspoken.models.backbone import final_norm
 from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentModel, LatentModelOutput, by_pass
@@ -133,18 +133,8 @@ def caches_of_runs(cache: Cache, num_runs: int, config: LatentConfig) -> list[Ca
     """
     num_layers = config.num_hidden_layers
     if len(cache.layers) != num_runs * num_layers or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
-        if not isinstance(cache, DynamicCache):
-            raise CacheError(
-                f"a {type(cache).__name__} has one entry a token and layer; {num_runs} runs need a DynamicCache (no "
-                "cache_implementation)"
-            )
-        if cache.layers and (length := int(cache.get_seq_length())) > 0:
-            raise CacheError(
-                f"the cache holds {length} tokens of another model. Pass a cache that this model returned, or an empty "
-                "one."
-            )
-        cache.layers = [layer for _ in range(num_runs) for layer in DynamicCache(config=config).layers]
-        cache.layer_class_to_replicate = None
+        layers = [layer for _ in range(num_runs) for layer in DynamicCache(config=config).layers]
+        give_layers(cache, layers, "one entry a token and layer", f"{num_runs} runs")
     return [Cache(layers=cache.layers[i * num_layers : (i + 1) * num_layers]) for i in range(num_runs)]
 
 

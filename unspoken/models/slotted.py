@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from unspoken.errors import CacheError
+from unspoken.latent.cache import give_layers
 from unspoken.latent.recycle import document_starts
 from unspoken.latent.visibility import attention_masks
 from unspoken.models.backbone import attention_windows
@@ -191,14 +192,5 @@ def stretch(cache: Cache, num_slots: int, num_layers: int) -> int:
         if len(layers) != num_layers:
             raise CacheError(f"the cache is of a model with {len(layers)} layers, this one has {num_layers}")
         return int(cache.get_seq_length())
-    if not isinstance(cache, DynamicCache):
-        raise CacheError(
-            f"a {type(cache).__name__} has one entry a token; {num_slots} need a DynamicCache (no cache_implementation)"
-        )
-    if layers and (length := int(cache.get_seq_length())) > 0:
-        raise CacheError(
-            f"the cache holds {length} tokens of another model. Pass a cache that this model returned, or an empty one."
-        )
-    cache.layers = [StretchedLayer(num_slots) for _ in range(num_layers)]
-    cache.layer_class_to_replicate = None
+    give_layers(cache, [StretchedLayer(num_slots) for _ in range(num_layers)], "one entry a token", str(num_slots))
     return 0
