@@ -20,7 +20,7 @@ from unspoken.models.adaptive import AdaptiveHead, AdaptiveLatentForCausalLM
 from unspoken.models.adaptive_recycler import AdaptiveRecyclerForCausalLM
 from unspoken.models.backbone import family_of
 from unspoken.models.drift import drift
-from unspoken.models.knobs import option, takes_latent_steps
+from unspoken.models.knobs import closed_gate, option, takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import forget_file, load_source
 from unspoken.models.looped import LoopedForCausalLM
@@ -235,11 +235,9 @@ def _fields(latent_class: type[LatentForCausalLM]) -> set[str]:
 
 
 def _refuse_closed_router(config: Any) -> None:
-    """A step that is not taken gives the router no gradient: one that lets no token go on would never learn to."""
-    if getattr(config, "router", "none") == "none" or config.exit_at_step is not None or config.max_latent_steps == 0:
-        return
-    bias = torch.tensor(config.router_bias, dtype=config.dtype or torch.float32).double()
-    if (gate := bias.sigmoid().item()) < config.exit_threshold:
+    """One that lets no token go on would never learn to."""
+    bias = torch.tensor(getattr(config, "router_bias", 0.0), dtype=config.dtype or torch.float32).item()
+    if (gate := closed_gate(config, bias)) is not None:
         threshold = config.exit_threshold
         above = f"; give a router_bias above {math.log(threshold / (1 - threshold)):.3g}" if threshold < 1 else ""
         raise UsageError(

@@ -4,6 +4,8 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from unspoken.config import check_latent_steps
 from unspoken.errors import UsageError
 from unspoken.models.adaptive import AdaptiveHead
@@ -13,6 +15,15 @@ from unspoken.models.latent_lm import LatentForCausalLM
 def takes_latent_steps(model: Any) -> bool:
     """Whether it is a model with latent steps, be they none in its configuration."""
     return isinstance(model, AdaptiveHead)
+
+
+def closed_gate(config: Any, bias: float) -> float | None:
+    """The gate of a new router with that bias, where it is below the threshold: no token would take a latent step, and
+    a step that is not taken gives the router no gradient. None where tokens go on, or no router is asked."""
+    if getattr(config, "router", "none") == "none" or config.exit_at_step is not None or config.max_latent_steps == 0:
+        return None
+    gate = torch.sigmoid(torch.tensor(bias, dtype=torch.float64)).item()
+    return gate if gate < config.exit_threshold else None
 
 
 @dataclass(frozen=True)

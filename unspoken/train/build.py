@@ -22,7 +22,7 @@ from unspoken.errors import UnspokenError, UsageError, nearest
 from unspoken.latent.halting import RouterOutput
 from unspoken.models.backbone import FAMILIES
 from unspoken.models.convert import METHODS, convert
-from unspoken.models.knobs import takes_latent_steps
+from unspoken.models.knobs import closed_gate, takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import load_source
 from unspoken.train.recipe import METHOD_FIELDS, ModelSection, Recipe, SourceSection
@@ -110,19 +110,17 @@ def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
 
 
 def _refuse_closed_router(model: Any) -> None:
-    """A router that tells no tokens apart yet and lets none of them go on: a step that is not taken teaches nothing.
+    """A router that tells no tokens apart yet and lets none of them go on.
 
     Raises:
         UsageError: naming the threshold.
     """
-    config, gates = model.config, model.model.router.gates
-    if config.exit_at_step is not None or config.max_latent_steps == 0 or not len(gates):
+    output = next((module for module in model.model.router.modules() if isinstance(module, RouterOutput)), None)
+    if output is None or output.weight.any():
         return
-    outputs = [module for module in gates[0].modules() if isinstance(module, RouterOutput)]
-    gate = torch.sigmoid(outputs[0].bias.detach().double()).item()
-    if not outputs[0].weight.any() and gate < config.exit_threshold:
+    if (gate := closed_gate(model.config, output.bias.item())) is not None:
         raise UsageError(
-            f"model.exit_threshold: {config.exit_threshold} cuts every token, as the new router's gates are all "
+            f"model.exit_threshold: {model.config.exit_threshold} cuts every token, as the new router's gates are all "
             f"{gate:.2g}; lower it, raise model.router_bias, or let nobody be cut at first (train.no_cut_fraction)"
         )
 
