@@ -5,13 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.families import CONFIGS as FAMILIES
 from tests.families import _use_plain_experts, randomise, text_config
-from unspoken import LoopedConfig, PauseConfig, Ponder2Config, PonderConfig
+from unspoken import LoopedConfig, PauseConfig, Ponder2Config, PonderConfig, RecursionsConfig
 from unspoken.eval.bodies import reference_body
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.convert import METHODS
 from unspoken.models.latent_lm import LatentForCausalLM
 
+EXPERTS = {"recursion_router": "expert_choice", "router_scale": 0.7}
 CONFIGS = {
     "looped": lambda **fields: LoopedConfig(num_loops=3, **fields),
     "looped with norms": lambda **fields: LoopedConfig(num_loops=3, norm_between_loops=True, **fields),
@@ -24,6 +26,14 @@ CONFIGS = {
     "ponder that accumulates": lambda **fields: PonderConfig(num_ponder_steps=2, accumulate=True, **fields),
 }
 
+MIXTURES = {  # tokens run the middle layers as often as a router says
+    "mor": lambda **fields: RecursionsConfig(num_recursions=3, **fields),
+    "mor with shared keys": lambda **fields: RecursionsConfig(num_recursions=3, kv_mode="shared", **fields),
+    "mor by experts": lambda **fields: RecursionsConfig(num_recursions=3, **EXPERTS, **fields),
+    "mor by experts with shared keys": lambda **fields: RecursionsConfig(
+        num_recursions=3, kv_mode="shared", **EXPERTS, **fields
+    ),
+}
 
 RECURRENT = {
     "ponder2": Ponder2Config,
@@ -31,9 +41,21 @@ RECURRENT = {
 }
 
 
+def four_layers(name: str) -> dict[str, Any]:
+    """The backbone's configuration with twice the layers."""
+    doubled = {
+        field: 2 * value
+        for field in ("layer_types", "no_rope_layers")
+        if (value := FAMILIES[name][1].get(field)) is not None
+    }
+    return {"num_hidden_layers": 4, **doubled}
+
+
 def baseline(kind: str, name: str = "llama", dtype: torch.dtype = torch.float64, **text: Any) -> LatentForCausalLM:
     """In evaluation mode; `text` goes to the backbone's configuration."""
-    config = (CONFIGS | RECURRENT)[kind](text_config=text_config(name, **text), embedding_scale=1.5)
+    if kind.startswith("mor"):
+        text = four_layers(name) | text  # a first, a last, and two between
+    config = (CONFIGS | MIXTURES | RECURRENT)[kind](text_config=text_config(name, **text), embedding_scale=1.5)
     _use_plain_experts(config, dtype)
     return randomise(METHODS[kind.split(maxsplit=1)[0]](config)).to(dtype).eval()  # type: ignore[return-value]
 

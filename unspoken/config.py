@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import itertools
 import math
 from numbers import Integral, Real
 from typing import ClassVar, Literal
@@ -11,6 +12,8 @@ from transformers.configuration_utils import SubConfigSpec
 
 ROUTERS = ("linear", "mlp", "multi_linear", "multi_mlp", "none")
 LOSS_FORMS = ("A", "B", "C", "D")
+RECURSION_ROUTERS = ("token_choice", "expert_choice")
+KV_MODES = ("own", "shared")
 _IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 
 
@@ -108,6 +111,8 @@ class RecyclerConfig(LatentConfig):
       divides by their sum.
     - `adapter_norm`: where the adapter has its RMSNorm, see `latent.recycle.RecycleAdapter`: `input` as in the paper,
       `output`, or `none`.
+    - `feedback`: `added` to the token's embedding, or `gated`, the Full-Bandwidth Transformer's product in its place
+      (`latent.recycle.GatedAdapter`), which no pretrained model can start from unchanged.
 
     Source: Recycler section 2, Eq. 2-4.
     """
@@ -120,6 +125,7 @@ class RecyclerConfig(LatentConfig):
     pass_loss_reduction: Literal["sum", "mean"] = "sum"
     pass_loss_weights: list[float] | None = None
     adapter_norm: Literal["input", "output", "none"] = "input"
+    feedback: Literal["added", "gated"] = "added"
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -132,6 +138,10 @@ class RecyclerConfig(LatentConfig):
             raise ValueError(f"pass_loss_reduction must be 'sum' or 'mean', got {self.pass_loss_reduction!r}")
         if self.adapter_norm not in ("input", "output", "none"):
             raise ValueError(f"adapter_norm must be 'input', 'output' or 'none', got {self.adapter_norm!r}")
+        if self.feedback not in ("added", "gated"):
+            raise ValueError(f"feedback must be 'added' or 'gated', got {self.feedback!r}")
+        if self.feedback == "gated" and self.adapter_norm != "input":
+            raise ValueError("adapter_norm is for feedback 'added'; the gated product has its own norms")
         weights = self.pass_loss_weights
         if weights is not None and not (weights and all(w >= 0 for w in weights) and weights[-1] > 0):
             raise ValueError(f"pass_loss_weights must be numbers of at least 0, the last above 0; got {weights!r}")
@@ -234,6 +244,74 @@ class Ponder2Config(LatentConfig):
         if not (isinstance(choices, list) and choices and all(_is_count(n, at_least=0) for n in choices)):
             raise ValueError(f"train_refinements must be whole numbers of at least 0, got {choices!r}")
         _check_count("num_refinements", self.num_refinements, at_least=0)
+
+
+class RecursionsConfig(LatentConfig):
+    """Mixture-of-Recursions: the middle layers, all but the first and the last, up to `num_recursions` times, as often
+    for each token as a router says.
+
+    - `recursion_router`: `token_choice`, each token's depth is said once, before the first recursion; `expert_choice`,
+      each recursion takes the tokens that it scores highest, among those that the one before took.
+    - `kv_mode`: `own`, a recursion's queries read keys of the same recursion; `shared`, all read the first one's.
+    - `capacities`: for `expert_choice` in training, the share of tokens that each recursion takes; the first is 1. By
+      default (N - i) / N for i = 0, 1, ... Whom the highest scores belong to depends on tokens to come: in evaluation
+      and decoding, a token is taken where its score says so (the gate is above a half), which training teaches the
+      scores (`selection_weight`).
+    - `selects_by_capacity`: evaluate as in training, which is not causal: a forward without a cache, nothing decoded.
+    - `router_scale`: of the gate that multiplies a recursion's output; by default 0.1 for `expert_choice`, whose
+      gate is a sigmoid, and 1 for `token_choice`, a softmax over depths.
+    - `balance_weight`, `z_loss_weight`: of `token_choice`'s load-balancing loss and of its logits' size.
+    - `selection_weight`: of `expert_choice`'s cross-entropy between gates and who was taken.
+
+    Source: Mixture-of-Recursions (arXiv 2507.10524); weights as its authors' settings have them.
+    """
+
+    model_type = "unspoken_mor"
+
+    num_recursions: int = 4
+    recursion_router: Literal["token_choice", "expert_choice"] = "token_choice"
+    kv_mode: Literal["own", "shared"] = "own"
+    capacities: list[float] | None = None
+    selects_by_capacity: bool = False
+    router_scale: float | None = None
+    balance_weight: float = 0.1
+    z_loss_weight: float = 1e-5
+    selection_weight: float = 0.001
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        _check_count("num_recursions", self.num_recursions, at_least=1)
+        if self.num_hidden_layers < 3:
+            raise ValueError(f"recursions need a first, a middle and a last layer; got {self.num_hidden_layers} layers")
+        for name, valid in (("recursion_router", RECURSION_ROUTERS), ("kv_mode", KV_MODES)):
+            if (value := getattr(self, name)) not in valid:
+                raise ValueError(f"{name} must be one of {', '.join(valid)}, got {value!r}")
+        _check_flag("selects_by_capacity", self.selects_by_capacity)
+        is_choice = self.recursion_router == "expert_choice"
+        if not is_choice and (self.capacities is not None or self.selects_by_capacity):
+            raise ValueError("capacities and selects_by_capacity are for recursion_router 'expert_choice'")
+        given = self.shares
+        is_right = len(given) == self.num_recursions and all(_is_number(share) and 0 < share <= 1 for share in given)
+        if not is_right or given[0] != 1 or any(a < b for a, b in itertools.pairwise(given)):
+            raise ValueError(
+                f"capacities must be {self.num_recursions} shares above 0, from 1 falling, got {self.capacities!r}"
+            )
+        for name in ("balance_weight", "z_loss_weight", "selection_weight"):
+            if not _is_number(value := getattr(self, name)) or value < 0:
+                raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+        if not _is_number(self.scale) or self.scale <= 0:
+            raise ValueError(f"router_scale must be a number above 0, got {self.router_scale!r}")
+
+    @property
+    def shares(self) -> list[float]:
+        """The capacities."""
+        count = self.num_recursions
+        return [(count - i) / count for i in range(count)] if self.capacities is None else self.capacities
+
+    @property
+    def scale(self) -> float:
+        default = 0.1 if self.recursion_router == "expert_choice" else 1.0
+        return default if self.router_scale is None else self.router_scale
 
 
 class AdaptiveLatentConfig(LatentConfig):
@@ -342,5 +420,6 @@ for _config_class in (
     PauseConfig,
     PonderConfig,
     Ponder2Config,
+    RecursionsConfig,
 ):
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)

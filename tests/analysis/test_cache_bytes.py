@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.baselines import CONFIGS, RECURRENT, baseline
+from tests.baselines import CONFIGS, MIXTURES, RECURRENT, baseline
 from tests.families import adaptive_model, plain_model, random_ids, tiny_model
 from unspoken import convert
 from unspoken.analysis.cache_bytes import cache_bytes_per_token
@@ -34,6 +34,19 @@ def test_it_is_what_a_cache_grows_by(kind):
     state = 2 * model.config.hidden_size * 8 if kind == "recycler" else 0
     found = measured(cache)
     assert found == 2 * LENGTH * expected, f"beside the recycled state's {state}"
+
+
+@pytest.mark.parametrize("kind", list(MIXTURES))
+@torch.no_grad()
+def test_recursions_cost_an_entry_of_the_middle_layers(kind):
+    model, ids = baseline(kind), random_ids(1, LENGTH, seed=7)
+    output = model(ids, use_cache=True)
+    outer = [output.cache.layers[0], output.cache.layers[-2]]
+    middle = [tensor for layer in output.cache.layers if isinstance(layer, SlotLayer) for tensor in layer.content()]
+    found = sum(layer.keys.nbytes + layer.values.nbytes for layer in outer) + sum(tensor.nbytes for tensor in middle)
+    deeper = output.latents.lengths.float().mean().item()
+    expected = cache_bytes_per_token(model.config, model_flops(model).cache_entries(deeper), bytes_per_value=8)
+    assert deeper > 0 and found == pytest.approx(LENGTH * expected)
 
 
 @torch.no_grad()

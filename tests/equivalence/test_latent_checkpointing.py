@@ -14,7 +14,7 @@ from tests.equivalence.test_training import batch_of_rows
 from tests.families import ALL, REPRESENTATIVE, plain_model, random_ids
 from tests.models.test_save_load import assert_same_weights, reload
 from unspoken import AdaptiveLatentForCausalLM, AdaptiveLatentModel
-from unspoken.models import latent_steps
+from unspoken.latent import active
 
 KINDS = ["linear", "mlp", "multi_linear", "multi_mlp", "none"]
 
@@ -56,14 +56,14 @@ class Saved:
     def __init__(self, monkeypatch):
         self.storages: dict[int, int] = {}
         self.tensors: list[Tensor] = []  # alive, so that no address comes twice
-        original = latent_steps.checkpoint
+        original = active.checkpoint
 
         def checkpoint(function, *args, **kwargs):
             for tensor in args:
                 self.add(tensor)
             return original(function, *args, **kwargs)
 
-        monkeypatch.setattr(latent_steps, "checkpoint", checkpoint)
+        monkeypatch.setattr(active, "checkpoint", checkpoint)
 
     def add(self, tensor: Tensor) -> Tensor:
         self.tensors.append(tensor)

@@ -6,6 +6,7 @@ import torch
 from tests.families import ALL, REPRESENTATIVE, plain_model, random_ids, tiny_model
 from tests.oracle import body, close, embed
 from unspoken import convert
+from unspoken.errors import UsageError
 from unspoken.latent import reference
 
 LENGTH = 7  # odd, and longer than the sliding windows
@@ -149,3 +150,54 @@ def test_other_places_of_the_adapter_s_norm(norm):
     close(actual, expected)
     assert_same_gradients(gradients(model, [actual]), gradients(model, [expected]))
     close(model.model(ids, num_passes="exact").last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "qwen3_moe"])
+def test_a_gated_product_in_the_embeddings_place(name):
+    """FBT's feedback: every pass, the recurrence and decoding from a prompt, outputs and gradients."""
+    model, ids = tiny_model(name, feedback="gated"), random_ids(2, LENGTH)
+    embeds, adapter = embed(model, ids), model.model.adapter
+    states = model.model(ids, use_cache=False, num_passes=3).pass_hidden_states
+    expected = reference.parallel_passes(body(model), adapter, embeds, 3)
+    for found, wanted in zip(states, expected, strict=True):
+        close(found, wanted)
+    assert_same_gradients(gradients(model, [states[-1]]), gradients(model, [expected[-1]]))
+    assert not torch.allclose(states[1], states[0])
+    exact = reference.exact_recurrence(body(model), adapter, embeds)
+    close(model.model(ids, use_cache=False, num_passes=LENGTH).last_hidden_state, exact)
+    close(model.model(ids, num_passes="exact").last_hidden_state, exact)
+    prefilled = reference.prefill_then_decode(body(model), adapter, embeds, 4, 2)
+    cache = model.model(ids[:, :4], use_cache=True, num_passes=2).cache
+    decoded = [model.model(ids[:, t : t + 1], cache=cache).last_hidden_state for t in range(4, LENGTH)]
+    close(torch.cat(decoded, dim=1), prefilled[:, 4:])
+
+
+def test_a_gated_product_keeps_documents_and_pads_plain():
+    """Where nothing is recycled the token's embedding enters, and one pass leaves the adapter in the graph."""
+    model, ids = tiny_model("llama", feedback="gated"), random_ids(1, 6)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    together = model.model(ids, position_ids=positions, use_cache=False, num_passes=2).last_hidden_state
+    for part in (slice(0, 3), slice(3, 6)):
+        close(together[:, part], model.model(ids[:, part], use_cache=False, num_passes=2).last_hidden_state)
+    padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), ids], dim=1)
+    mask = (torch.arange(8) >= 2).long()[None]
+    shown = model.model(
+        padded,
+        attention_mask=mask,
+        position_ids=(torch.arange(8) - 2).clamp(min=0)[None],
+        use_cache=False,
+        num_passes=2,
+    ).last_hidden_state
+    close(shown[:, 2:], model.model(ids, use_cache=False, num_passes=2).last_hidden_state)
+    model.train()(ids, labels=ids, num_passes=1).loss.backward()
+    assert all(p.grad is not None for p in model.model.adapter.parameters())
+
+
+def test_a_gated_product_is_no_start_from_a_pretrained_model():
+    with pytest.raises(UsageError, match="no model computes what it did"):
+        convert(plain_model("llama"), feedback="gated")
+    with pytest.raises(ValueError, match="adapter_norm is for feedback 'added'"):
+        tiny_model("llama", feedback="gated", adapter_norm="none")
+    gated = tiny_model("llama", feedback="gated")
+    with pytest.raises(UsageError, match="leave feedback"):
+        convert(gated, "adaptive_recycler", feedback="added")

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from tests.baselines import CONFIGS, RECURRENT, baseline
+from tests.baselines import CONFIGS, MIXTURES, RECURRENT, baseline
 from tests.eval.test_verify_latent_steps import DECODE, failed
 from unspoken.eval.verify import verify
-from unspoken.models import repeated, slotted
+from unspoken.latent.visibility import visible
+from unspoken.models import recursions, repeated, slotted
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", [*CONFIGS, *MIXTURES])
 def test_a_sound_model_passes(kind):
     verification = verify(baseline(kind, "llama_tied"), seed=3)
     assert failed(verification) == []
@@ -37,6 +38,12 @@ def test_runs_that_share_a_cache_are_seen(kind, monkeypatch):
     views = repeated.caches_of_runs
     monkeypatch.setattr(repeated, "caches_of_runs", lambda *args: [views(*args)[0]] * args[1])
     assert DECODE in failed(verify(baseline(kind), seed=3, names=[DECODE]))
+
+
+def test_keys_of_other_recursions_are_seen(monkeypatch):
+    """A recursion that reads what lower ones wrote."""
+    monkeypatch.setattr(recursions, "visible", lambda *args, lowest: visible(*args, lowest=1))
+    assert DECODE in failed(verify(baseline("mor"), seed=3, names=[DECODE]))
 
 
 def test_pauses_that_are_not_kept_are_seen(monkeypatch):

@@ -227,9 +227,9 @@ def test_only_what_comes_before_is_removed_by_minus_its_number():
 def test_a_static_cache_is_refused():
     model = adaptive_model("llama", torch.float32)
     for ids in (random_ids(1, 4), random_ids(1, 1)):
-        with pytest.raises(CacheError, match=r"StaticCache has one slot a token.*DynamicCache"):
+        with pytest.raises(CacheError, match=r"StaticCache has one entry a token.*DynamicCache"):
             model(ids, cache=StaticCache(model.config, max_cache_len=16))
-        with pytest.raises(CacheError, match=r"StaticCache has one slot a token"):
+        with pytest.raises(CacheError, match=r"StaticCache has one entry a token"):
             model.generate(ids, max_new_tokens=3, cache_implementation="static")
 
 
@@ -244,7 +244,7 @@ def test_a_cache_of_another_model_is_refused(kind):
     }
     other, model = others[kind]().eval(), adaptive_model("llama", torch.float32)
     theirs = other(ids, cache=DynamicCache(), use_cache=True).cache
-    with pytest.raises(CacheError, match="4 tokens of a model without latent steps"):
+    with pytest.raises(CacheError, match="4 tokens of a model without them"):
         model(ids, cache=theirs)
     ours = model(ids, use_cache=True).cache
     with pytest.raises(CacheError):
@@ -276,7 +276,7 @@ def test_a_run_sees_the_parts_and_keeps_what_it_writes_apart():
     numbers = torch.arange(6.0, dtype=torch.float64).view(2, 3)
     entries = Entries(torch.arange(3).expand(2, -1), torch.ones(2, 3, dtype=torch.long))
     first = Part(None, entries, [keys_of(numbers, layer) for layer in range(LAYERS)])
-    cache = run_cache([first], torch.tensor([1]), LAYERS)
+    cache = run_cache([first], torch.tensor([1]), range(LAYERS))
     assert cache.get_mask_sizes(2, 0) == (5, 0)
     for layer in range(LAYERS):
         keys, values = cache.update(*keys_of(torch.tensor([[7.0, 8.0]], dtype=torch.float64), layer), layer)
@@ -296,7 +296,7 @@ def test_rows_of_rows():
     )
     assert part.entries_of(torch.tensor([6])).times.tolist() == [[6]]
     new = keys_of(torch.zeros(2, 1, dtype=torch.float64), 0)
-    keys, values = run_cache([part], torch.tensor([4, 6]), 1).update(*new, 0)
+    keys, values = run_cache([part], torch.tensor([4, 6]), range(1)).update(*new, 0)
     assert torch.equal(keys[:, :, :1], keys_of(numbers[1:], 0)[0])
     assert torch.equal(values[:, :, :1], keys_of(numbers[1:], 0)[1])
 

@@ -99,7 +99,7 @@ def test_attention_that_takes_no_mask_is_refused(implementation):
     """B20: flash attention drops a mask of its own without a word."""
     config = text_config("llama")
     config._attn_implementation = implementation
-    with pytest.raises(ValueError, match=r'latent steps apart.*attn_implementation="sdpa"'):
+    with pytest.raises(ValueError, match=r'runs of a token apart.*attn_implementation="sdpa"'):
         grid_masks(config, entries_of(), 6, 2, torch.float32)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.baselines import CONFIGS, RECURRENT, baseline
+from tests.baselines import CONFIGS, MIXTURES, RECURRENT, baseline
 from tests.families import adaptive_model, random_ids, tiny_model
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.train.build import build_model, model_like, open_data
@@ -62,7 +62,9 @@ def adaptive_cases() -> dict[str, dict[str, Any]]:
 def baseline_cases() -> dict[str, dict[str, Any]]:
     """Several runs of the backbone in one forward, and what stands between them."""
     common = {"family": "llama_tied", "k": 1, "rows_at_once": 1, "lengths": (7, 12)}
-    kinds = {"looped with a gate": {}, "pause": {}, "ponder": {}, "ponder2": {"options": {"num_refinements": 2}}}
+    kinds: dict[str, dict[str, Any]] = {kind: {} for kind in ("looped with a gate", "pause", "ponder")}
+    kinds["ponder2"] = {"options": {"num_refinements": 2}}
+    kinds["mor"] = {"rows_at_once": 2}  # its balancing loss is that of each forward
     return {
         f"{engine}, {kind}": {**common, "engine": engine, "kind": kind, **more}
         for engine in ("ddp", "fsdp")
@@ -88,7 +90,7 @@ def batch_of(rank: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def _model(family: str, kind: str) -> LatentForCausalLM:
-    if kind in CONFIGS | RECURRENT:
+    if kind in CONFIGS | MIXTURES | RECURRENT:
         return baseline(kind, family, torch.float32).train()
     if kind == "adaptive":
         return adaptive_model(family, torch.float32, exit_threshold=0.15, router_bias=0.3).train()

@@ -16,6 +16,7 @@ METHODS = {
     "looped": ("num_loops", 3),
     "pause": ("num_pauses", 2),
     "ponder": ("num_ponder_steps", 2),
+    "mor": ("num_recursions", 3),
     "ponder2": ("num_latent_thoughts", 1),
 }
 
@@ -26,6 +27,8 @@ def test_a_run_from_recipe_to_evaluation(values, tmp_path, capsys, method):
     values["model"] = {"method": method, "backbone": values["model"]["backbone"], field: number}
     if method == "looped":
         values["model"] |= {"norm_between_loops": True, "exit_gate": True}
+    if method == "mor":
+        values["model"]["backbone"] |= {"num_hidden_layers": 3}
     values["train"] |= {"third_pass_fraction": 0.0, "autocast": "none", "save_every": 3, "keep_last": 5}
     path, out = tmp_path / "recipe.yaml", tmp_path / "whole"
     path.write_text(yaml.safe_dump(values))
@@ -36,6 +39,9 @@ def test_a_run_from_recipe_to_evaluation(values, tmp_path, capsys, method):
         each = [1 + 2 * (drawn_at(step, 0, [2, 3]) + 1) for step in range(7)]
         assert len(set(each)) == 2
         assert summary["pass_tokens"] == sum(each) * summary["tokens"] // 7
+    elif method == "mor":
+        assert summary["tokens"] < summary["pass_tokens"] == summary["tokens"] + summary["latent_steps"]
+        assert summary["gates"] == summary["tokens"]
     else:
         assert summary["pass_tokens"] == (number if method == "looped" else number + 1) * summary["tokens"]
     assert run_flops(out).counted > 0

@@ -70,7 +70,7 @@ def test_overrides_win_in_both_spellings(load):
         ("batch_size: 8", "batch_size: true", r"train.batch_size: a number is expected"),
         ("1e-4", ".nan", r"optim.learning_rate: .*finite number"),
         ("1e-4", "fast", r"optim.learning_rate: .*valid number.* got 'fast'"),
-        ("method: recycler", "method: chained", r"model.method: expected 'recycler', .* or 'ponder2', got 'chained'"),
+        ("method: recycler", "method: chained", r"model.method: expected 'recycler', .* or 'mor', got 'chained'"),
         ("learning_rate: 1e-4", "eps: 1e-8", r"r.yaml:6: optim.learning_rate: required"),
         ("batch_size: 8", "batch_size: 8\n  batch_size: 4", r"r.yaml:11: train.batch_size is given twice"),
         ("batch_size: 8", "max_steps: 8", r"train: give `total_tokens` or `max_steps`"),

@@ -10,10 +10,10 @@ Conventions (the ones under which torch's `FlopCounterMode` agrees, see tests/an
   run, and as `FlopCounterMode` does.
 - The adapter runs in every pass but the first of a forward without a cache; in decoding once a token.
 - The head runs once for each target of each pass whose loss is taken.
-- Latent steps: every run of every token counts, with its gate; a query counts the keys of the runs that it may see
-  (`latent/counts.py`). In training the penalty's p_target is one more product of the head, forward alone, for each
-  step that it prices; a loss of each step's own is one more head. `is_dense` fills each run's rows up to its longest
-  and counts all keys of all runs so far, as is computed today.
+- Latent steps and recursions: every run of every token counts, with its gate; a query counts the keys of the runs
+  that it may see (`latent/counts.py`). In training the penalty's p_target is one more product of the head, forward
+  alone, for each step that it prices; a loss of each step's own is one more head. `is_dense` fills each run's rows up
+  to its longest and counts all keys that the run's mask is over, as is computed today.
 - PonderLM's mean embedding is two products with the vocabulary, between runs; recomputing it is not looked at.
 - Backward is twice forward, so training is 3 times forward; with gradient checkpointing the layers run once more: 4
   (torch stops that run before a layer's last product, 5 % of it, which is not looked at).
@@ -26,7 +26,7 @@ neither attention nor inactive experts nor which parts a pass leaves out.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from unspoken.analysis.cache_bytes import cache_bytes_per_token
-from unspoken.config import AdaptiveLatentConfig, LatentConfig, PonderConfig
+from unspoken.config import AdaptiveLatentConfig, LatentConfig, PonderConfig, RecursionsConfig
 from unspoken.errors import UnspokenError
-from unspoken.latent.counts import COUNTS, num_gates, step_counts
+from unspoken.latent.counts import COUNTS, StepRule, step_counts, step_rule
 from unspoken.models.backbone import attention_windows, family_of
 from unspoken.models.convert import METHODS
 from unspoken.models.latent_lm import LatentForCausalLM
@@ -70,15 +70,21 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentFlops:
-    """What latent steps add: `gate`, the FLOPs of one, of which the deepest token meets `num_gates`.
+    """What further runs of a token add: `layers`, their FLOPs in one more run, and `gate`, those of one gate.
 
     `prices`: whose p_target training asks for, steps taken or gates asked; `has_step_loss`: each step has a loss.
     """
 
+    rule: StepRule
+    layers: int
     gate: int
-    num_gates: int
-    prices: Literal["steps", "gates"] | None
-    has_step_loss: bool
+    prices: Literal["steps", "gates"] | None = None
+    has_step_loss: bool = False
+
+    def gates_at(self, step: int) -> int:
+        """Gates that a token is asked when it has taken its run `step`, counted from 0."""
+        first, last = self.rule.first_gates, self.rule.num_gates
+        return min(first, last) if step == 0 else int(step + first <= last)
 
 
 @dataclass(frozen=True)
@@ -142,11 +148,13 @@ class ModelFlops:
         if self.latent is None:
             between = self.between * (len(self.runs) - 1)
             return round(total) + self.decode_runs * (self.layers * slots + attention) + between
+        inner = sum(layer.at(num_keys, slots) for layer in self.inner)
         for step in range(math.ceil(latent_length) + 1):
             share = min(1.0, 1.0 + latent_length - step)  # of tokens that run once more
             entries += share
-            total += share * (self.layers + attention * entries)
-            total += share * self._gates(1) * (self.latent is not None and step < self.latent.num_gates)
+            read = {"below": entries, "own": share, "first": 1.0}[self.latent.rule.reads]
+            total += share * (self.latent.layers + inner * read if step else self.layers + attention)
+            total += share * self.latent.gate * self.latent.gates_at(step)
         return round(total)
 
     def steps(self, lengths: Tensor, is_dense: bool = False, keeps_rows: bool = False) -> int:
@@ -157,8 +165,8 @@ class ModelFlops:
         if is_dense:
             return self._as_run(lengths, keeps_rows)
         counts = self._counts(lengths)
-        tokens = lengths.numel() + counts["latent_steps"]
-        return self.layers * tokens + self.keys(counts["attention_keys"]) + self._gates(counts["gates"])
+        runs = self.layers * lengths.numel() + self._latent.layers * counts["latent_steps"]
+        return runs + self.keys(counts["attention_keys"]) + self._latent.gate * counts["gates"]
 
     def decode_steps(self, lengths: Tensor) -> int:
         """One more token of each row, the last of those that took so many latent steps, [B, T]."""
@@ -166,31 +174,47 @@ class ModelFlops:
         return new + len(lengths) * (self.adapter + self.head)
 
     def cache_entries(self, latent_length: float = 0.0) -> float:
-        """Keys and values that a token leaves in each layer."""
-        return 1 + latent_length if self.latent else self.decode_runs * self.runs[-1]
+        """Keys and values that a token leaves in each layer, in the mean over layers."""
+        if self.latent is None:
+            return self.decode_runs * self.runs[-1]
+        if self.latent.rule.reads == "first":
+            return 1
+        return 1 + latent_length * len(self.inner) / len(self.attention)
+
+    @property
+    def inner(self) -> tuple[Attention, ...]:
+        """The layers that run again."""
+        outer = self.latent.rule.num_outer if self.latent else 0
+        return self.attention[outer : len(self.attention) - outer]
+
+    @property
+    def _latent(self) -> LatentFlops:
+        assert self.latent is not None
+        return self.latent
 
     def keys(self, number: int) -> int:
         """Attention to so many keys, summed over layers, which are equally wide."""
         return self.attention[0].flops_per_key * number
 
-    def _gates(self, number: int) -> int:
-        return self.latent.gate * number if self.latent else 0
-
     def _counts(self, lengths: Tensor) -> dict[str, int]:
         windows = [layer.window for layer in self.attention]
-        gates = self.latent.num_gates if self.latent else 0
-        return dict(zip(COUNTS, step_counts(lengths, windows, gates).tolist(), strict=True))
+        return dict(zip(COUNTS, step_counts(lengths, windows, self._latent.rule).tolist(), strict=True))
 
     def _as_run(self, lengths: Tensor, keeps_rows: bool) -> int:
+        latent, num_columns = self._latent, lengths.shape[1]
         total, num_keys = 0, 0
-        for step in range(1, int(lengths.max()) + 2):
-            active = (lengths >= step - 1).sum(-1)
+        for step in range(int(lengths.max()) + 1):
+            active = (lengths >= step).sum(-1)
             num_rows = len(active) if keeps_rows else int((active > 0).sum())
-            num_queries = num_rows * int(active.max())
-            num_keys += int(active.max())
-            total += num_queries * self.layers + self.keys(num_queries * num_keys * len(self.attention))
-            if self.latent and step <= self.latent.num_gates:
-                total += self._gates(num_queries)
+            num_own = int(active.max())
+            num_queries = num_rows * num_own
+            num_keys += num_own
+            read = {"below": num_keys, "own": num_own, "first": num_columns}[latent.rule.reads]
+            layers = self.attention if step == 0 else self.inner
+            total += num_queries * (latent.layers if step else self.layers) + self.keys(
+                num_queries * read * len(layers)
+            )
+            total += num_queries * latent.gate * latent.gates_at(step)
         return total
 
 
@@ -221,7 +245,7 @@ def model_flops(model: LatentForCausalLM | LatentConfig) -> ModelFlops:
         adapter=0 if adapter is None else 2 * sum(math.prod(m) for part in adapter.modules() for m in _matrices(part)),
         head=2 * model.lm_head.weight.numel(),
         compute_parameters=compute_parameters(model),
-        latent=_latent(model) if isinstance(model.config, AdaptiveLatentConfig) else None,
+        latent=_latent(model),
         runs=tuple(model.model.runs_of_pass()),
         decode_runs=getattr(model.model, "num_runs", 1),
         between=_between(model),
@@ -247,7 +271,8 @@ def training_flops(
         whole = flops.passes(sequence_length) + more * flops.run(sequence_length, flops.runs[-1])
         layers = whole / sequence_length * tokens
     else:
-        layers = flops.layers * pass_tokens + flops.keys(summary["attention_keys"])
+        steps = summary["latent_steps"]
+        layers = flops.layers * (pass_tokens - steps) + latent.layers * steps + flops.keys(summary["attention_keys"])
         others += latent.gate * summary["gates"]
         priced = {None: 0, "steps": summary["latent_targets"], "gates": summary["gates"] * targets}
         forward_only = flops.head * priced[latent.prices]
@@ -284,12 +309,23 @@ def _latent_length(summary: Mapping[str, Any]) -> float:
     return last.get("latent_length", steps / max(1, summary["pass_tokens"] - steps))
 
 
-def _latent(model: Any) -> LatentFlops:
-    config, gates = model.config, model.model.router.gates
-    gate = sum(2 * math.prod(shape) for part in gates[0].modules() for shape in _matrices(part)) if len(gates) else 0
+def _latent(model: Any) -> LatentFlops | None:
+    config = model.config
+    if (rule := step_rule(config)) is None:
+        return None
+    layers = _layer_flops(model.model.backbone, config.text_config)
+    if isinstance(config, RecursionsConfig):
+        layers -= sum(_layer_flops(model.model.blocks()[i], config.text_config) for i in (0, -1))
+    gate = next(iter(model.model.router.children()), None)  # all gates of a router are alike
+    if isinstance(gate, nn.ModuleList):
+        gate = gate[0] if len(gate) else None
+    matrices = [] if gate is None else [shape for part in gate.modules() for shape in _matrices(part)]
+    flops = LatentFlops(rule, layers, 2 * sum(math.prod(shape) for shape in matrices))
+    if not isinstance(config, AdaptiveLatentConfig):
+        return flops
     prices: Literal["steps", "gates"] = "gates" if config.penalize_cuts else "steps"
-    has_prices = num_gates(config) > 0 and config.adaptive_loss_weight > 0
-    return LatentFlops(gate, num_gates(config), prices if has_prices else None, config.step_loss_weight > 0)
+    has_prices = rule.num_gates > 0 and config.adaptive_loss_weight > 0
+    return replace(flops, prices=prices if has_prices else None, has_step_loss=config.step_loss_weight > 0)
 
 
 def _between(model: LatentForCausalLM) -> int:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from unspoken.eval.thinking import ThinkingBody, grid_backbone
 from unspoken.latent import reference
-from unspoken.models.backbone import final_norm, input_multiplier
+from unspoken.latent.routing import ExpertChoice, TokenChoice
+from unspoken.models.backbone import body_of_layers, final_norm, input_multiplier
 from unspoken.models.knobs import takes_latent_steps
 from unspoken.models.looped import LoopedModel
 from unspoken.models.pause import PauseModel
 from unspoken.models.ponder import PonderModel
+from unspoken.models.recursions import RecursionsModel
 
 
 def reference_body(model: Any) -> reference.Backbone:
@@ -54,7 +56,42 @@ def reference_body(model: Any) -> reference.Backbone:
         return lambda inputs: torch.cat(
             [reference.paused(grid, row, pause, config.num_pauses) for row in inputs.split(1)]
         )
+    if isinstance(base, RecursionsModel):
+        return lambda inputs: torch.cat([recursions(base, row)[0] for row in inputs.split(1)])
     return backbone
+
+
+def recursions(base: RecursionsModel, inputs: Tensor) -> tuple[Tensor, list[int]]:
+    """The oracle of a model with recursions: inputs [1, T, d] -> states [1, T, d], and each token's depth."""
+    config, scale = base.config, input_multiplier(base.config.text_config)
+    count, router = config.num_hidden_layers, base.router
+
+    def choose(state: Tensor) -> tuple[int, Tensor]:
+        assert isinstance(router, TokenChoice)
+        probabilities = router.depth(state).softmax(-1).squeeze()
+        depth = int(probabilities.argmax()) + 1
+        return depth, router.scale * probabilities[depth - 1]
+
+    def gate(state: Tensor, recursion: int) -> Tensor:
+        assert isinstance(router, ExpertChoice)
+        return torch.sigmoid(router.logits(recursion, state)).squeeze()
+
+    def layers(which: range, has_norm: bool) -> reference.Backbone:
+        body: Any = body_of_layers(base.backbone, which, has_norm)
+        return lambda entering: body(inputs_embeds=entering / scale, use_cache=False).last_hidden_state
+
+    by_depth = isinstance(router, TokenChoice)
+    return reference.recursions(
+        layers(range(1), has_norm=False),
+        grid_backbone(base, body_of_layers(base.backbone, range(1, count - 1), has_norm=False)),
+        layers(range(count - 1, count), has_norm=True),
+        inputs,
+        config.num_recursions,
+        choose if by_depth else None,
+        None if by_depth else gate,
+        config.scale,
+        config.kv_mode == "shared",
+    )
 
 
 def _without_norm(base: Any, backbone: reference.Backbone, inputs: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unspoken.config import RecursionsConfig
 from unspoken.models.knobs import LatentKnobs, option, takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
 
@@ -36,10 +37,29 @@ def settings_of(model: LatentForCausalLM, knobs: Sequence[LatentKnobs] = (Latent
     for one in knobs:
         options = one.options(model)
         in_all = {"max_latent_steps": None, "exit_threshold": None, "exit_at_step": None, **options}
-        resolved = model.model.knobs(**in_all) if takes_latent_steps(model) else None
+        resolved = model.model.knobs(**in_all) if takes_latent_steps(model) else _recursions(model.config)
         suffix = "" if one.exit_threshold is None else f" tau={one.exit_threshold}"
         settings.append(Setting(suffix, options, resolved))
     return settings
+
+
+@dataclass(frozen=True)
+class RecursionDepth:
+    """What holds for a model with recursions: its configuration's."""
+
+    num_recursions: int
+    recursion_router: str
+    selects_by_capacity: bool
+
+    @property
+    def last_step(self) -> int:
+        return self.num_recursions
+
+
+def _recursions(config: Any) -> RecursionDepth | None:
+    if not isinstance(config, RecursionsConfig):
+        return None
+    return RecursionDepth(config.num_recursions, config.recursion_router, config.selects_by_capacity)
 
 
 def spelled_out(args: argparse.Namespace) -> list[str]:

@@ -43,9 +43,11 @@ class ThinkingBody:
         return torch.sigmoid(self.model.router(state, step)).squeeze()
 
 
-def grid_backbone(model: Any) -> GridBackbone:
-    """A base model's backbone over any entries of the grid, told in a mask of its own who sees whom."""
-    text_config = model.config.text_config
+def grid_backbone(model: Any, body: Any = None) -> GridBackbone:
+    """A base model's backbone, or another body of it, over any entries of the grid, told in a mask of its own who sees
+    whom."""
+    text_config = model.config.text_config if body is None else body.config
+    backbone = model.backbone if body is None else body
 
     def run(inputs: Tensor, times: Tensor, visible: Tensor) -> Tensor:
         times, visible = times.to(inputs.device), visible.to(inputs.device)
@@ -54,7 +56,7 @@ def grid_backbone(model: Any) -> GridBackbone:
             inside = visible if window is None else visible & (times > times.unsqueeze(-1) - window)
             return inside.unsqueeze(0)
 
-        outputs = model.backbone(
+        outputs = backbone(
             inputs_embeds=inputs / input_multiplier(text_config),
             attention_mask=attention_masks(text_config, seen, inputs.dtype),
             position_ids=times[None],

@@ -42,6 +42,36 @@ class RecycleAdapter(nn.Module):
             return self.norm(self.proj(hidden_states))
         return self.proj(self.norm(hidden_states))
 
+    def enter(self, embeds: Tensor, recycled: Tensor, scale: float = 1.0) -> Tensor:
+        """What enters the backbone [..., d]: the embedding and A(h), multiplied by `scale`."""
+        added = self(recycled)
+        return embeds + (added if scale == 1.0 else added * scale)
+
+
+class GatedAdapter(nn.Module):
+    """The Full-Bandwidth Transformer's: a recycled state, gated by the token, is the token's whole input.
+
+        u = RMSNorm((U RMSNorm(h)) * sigmoid(G RMSNorm(e)))
+
+    h, e [..., d]: the state, and the token's embedding. No start of it is the plain model. Source: FBT (arXiv
+    2608.08888) section 2; where its norms stand is read from a public reproduction.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
+        super().__init__()
+        self.norm, self.gate_norm, self.output_norm = (nn.RMSNorm(hidden_size, eps=eps) for _ in range(3))
+        self.proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.gate = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor, embeds: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.gate(self.gate_norm(embeds)))
+        return self.output_norm(self.proj(self.norm(hidden_states)) * gate)
+
+    def enter(self, embeds: Tensor, recycled: Tensor, scale: float = 1.0) -> Tensor:
+        """What enters the backbone: u, and the embedding alone where nothing is recycled, which is a state of zero."""
+        product = self(recycled, embeds)
+        return torch.where((recycled != 0).any(-1, keepdim=True), product if scale == 1.0 else product * scale, embeds)
+
 
 def shift(hidden_states: Tensor, receives: Tensor | None, previous: Tensor | None = None) -> Tensor:
     """Move states one position to the right: out[:, t] = h[:, t-1], zero where position t receives nothing.

@@ -6,14 +6,22 @@ a cache and without padding. Batches with pads or packed documents are compared 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from unspoken.latent.recycle import GatedAdapter
 
 Backbone = Callable[[Tensor], Tensor]
 Adapter = Callable[[Tensor], Tensor]
 GridBackbone = Callable[[Tensor, Tensor, Tensor], Tensor]  # inputs [1, N, d], times [N], visible [N, N] -> [1, N, d]
 Gate = Callable[[Tensor, int], Tensor]  # z^(k) [1, 1, d], k -> the probability of going on, a scalar
+
+
+def entering(adapter: Any, embedding: Tensor, state: Tensor) -> Tensor:
+    """A token's input: its embedding and A(h), or FBT's product of the two. [B, t, d]"""
+    return adapter(state, embedding) if isinstance(adapter, GatedAdapter) else embedding + adapter(state)
 
 
 def exact_recurrence(backbone: Backbone, adapter: Adapter, embeddings: Tensor) -> Tensor:
@@ -24,7 +32,7 @@ def exact_recurrence(backbone: Backbone, adapter: Adapter, embeddings: Tensor) -
     inputs = embeddings[:, :1]
     hidden = [backbone(inputs)[:, -1:]]
     for t in range(1, embeddings.shape[1]):
-        inputs = torch.cat([inputs, embeddings[:, t : t + 1] + adapter(hidden[-1])], dim=1)
+        inputs = torch.cat([inputs, entering(adapter, embeddings[:, t : t + 1], hidden[-1])], dim=1)
         hidden.append(backbone(inputs)[:, -1:])
     return torch.cat(hidden, dim=1)
 
@@ -36,9 +44,10 @@ def parallel_passes(backbone: Backbone, adapter: Adapter, embeddings: Tensor, nu
     """
     passes = [backbone(embeddings)]
     for _ in range(num_passes - 1):
-        recycled = [torch.zeros_like(embeddings[:, :1])]
-        recycled += [adapter(passes[-1][:, t : t + 1]) for t in range(embeddings.shape[1] - 1)]
-        passes.append(backbone(embeddings + torch.cat(recycled, dim=1)))
+        inputs = [embeddings[:, :1]]
+        for t in range(1, embeddings.shape[1]):
+            inputs.append(entering(adapter, embeddings[:, t : t + 1], passes[-1][:, t - 1 : t]))
+        passes.append(backbone(torch.cat(inputs, dim=1)))
     return passes
 
 
@@ -54,11 +63,11 @@ def prefill_then_decode(
     hidden = backbone(inputs)
     for _ in range(num_prefill_passes - 1):
         first = embeddings[:, :1]
-        rest = embeddings[:, 1:prompt_length] + adapter(hidden[:, :-1])
+        rest = entering(adapter, embeddings[:, 1:prompt_length], hidden[:, :-1])
         inputs = torch.cat([first, rest], dim=1)
         hidden = backbone(inputs)
     for t in range(prompt_length, embeddings.shape[1]):
-        inputs = torch.cat([inputs, embeddings[:, t : t + 1] + adapter(hidden[:, -1:])], dim=1)
+        inputs = torch.cat([inputs, entering(adapter, embeddings[:, t : t + 1], hidden[:, -1:])], dim=1)
         hidden = torch.cat([hidden, backbone(inputs)[:, -1:]], dim=1)
     return hidden
 
@@ -139,7 +148,7 @@ def latent_steps(
     for t in range(embeddings.shape[1]):
         entry = embeddings[:, t : t + 1]
         if adapter is not None and t > 0:
-            entry = entry + adapter(finals[-1])
+            entry = entering(adapter, entry, finals[-1])
         states, weights = one_token(grid, backbone, gate, entry, t, max_latent_steps, threshold)
         finals.append(mixed(states, weights))
         all_states.append(states)
@@ -249,3 +258,49 @@ def exits(states: list[Tensor], gates: list[Tensor]) -> list[Tensor]:
         found.append(left * gate)
         left = left - found[-1]
     return [*found, left]
+
+
+def recursions(
+    first: Backbone,
+    middle: GridBackbone,
+    last: Backbone,
+    embeddings: Tensor,
+    num_recursions: int,
+    choose: Callable[[Tensor], tuple[int, Tensor]] | None = None,
+    gate: Callable[[Tensor, int], Tensor] | None = None,
+    scale: float = 1.0,
+    shares_keys: bool = False,
+) -> tuple[Tensor, list[int]]:
+    """Mixture-of-Recursions as decoding runs it: one token, one recursion at a time, everything run anew for each.
+
+    embeddings [1, T, d] -> (states [1, T, d], each token's depth). Token choice: `choose`, what enters the middle
+    [1, 1, d] -> the depth and the output's weight. Expert choice, not by capacity: `gate`, a state and a recursion ->
+    g, which takes the token where it is above a half (recursion 1 takes all) and weighs its output, times `scale`.
+    """
+    entering, leaving, depths = first(embeddings), [], []
+    inputs: list[Tensor] = []
+    places: list[tuple[int, int]] = []  # token and recursion
+
+    def run(state: Tensor, time: int, recursion: int) -> Tensor:
+        inputs.append(state)
+        places.append((time, recursion))
+        visible = [[u <= t and j == (1 if shares_keys else r) for u, j in places] for t, r in places]
+        times = torch.tensor([t for t, _ in places])
+        return middle(torch.cat(inputs, dim=1), times, torch.tensor(visible))[:, -1:]
+
+    for time in range(embeddings.shape[1]):
+        before = state = entering[:, time : time + 1]
+        if choose is not None:
+            depth, weight = choose(before)
+            for recursion in range(1, depth + 1):
+                state = run(state, time, recursion)
+            state = before + weight * state
+        else:
+            assert gate is not None
+            depth = 0
+            while depth < num_recursions and ((opening := gate(state, depth + 1)) > 0.5 or depth == 0):
+                depth += 1
+                state = state + scale * opening * run(state, time, depth)
+        leaving.append(state)
+        depths.append(depth)
+    return last(torch.cat(leaving, dim=1)), depths

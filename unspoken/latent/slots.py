@@ -13,6 +13,7 @@ entries of the tokens that it removes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,11 +49,12 @@ class Part:
 
 
 class _PartsLayer(DynamicLayer):
-    """A layer's earlier parts, of each some rows (None: all), and what the running forward adds."""
+    """A layer's earlier parts, of each some rows (None: all), and what the running forward adds, which it reads too
+    where `shows_own`."""
 
-    def __init__(self, earlier: KeysValues, rows: list[Tensor | None]) -> None:
+    def __init__(self, earlier: KeysValues, rows: list[Tensor | None], shows_own: bool) -> None:
         super().__init__()
-        self.earlier, self.rows = earlier, rows
+        self.earlier, self.rows, self.shows_own = earlier, rows, shows_own
         self.new: tuple[Tensor, Tensor] | None = None
         self.is_initialized = True
 
@@ -61,6 +63,8 @@ class _PartsLayer(DynamicLayer):
         if not self.earlier:
             return self.new
         keys, values = zip(*self.earlier, strict=True)
+        if not self.shows_own:
+            key_states, value_states = key_states[:, :, :0], value_states[:, :, :0]
         return _joined(keys, self.rows, key_states), _joined(values, self.rows, value_states)
 
     def get_seq_length(self) -> int:
@@ -83,11 +87,13 @@ def _joined(earlier: Sequence[Tensor], rows: list[Tensor | None], new: Tensor) -
     return whole
 
 
-def run_cache(parts: list[Part], rows: Tensor | None, num_layers: int) -> Cache:
-    """A cache for one run of the backbone on some rows of the batch: it shows the parts, and keeps what is written
-    apart from them."""
+def run_cache(parts: list[Part], rows: Tensor | None, layers: range, shows_own: bool = True) -> Cache:
+    """A cache for one run of some of the backbone's layers on some rows of the batch: it shows the parts, and keeps
+    what is written apart from them. Parts hold the keys of these layers alone."""
     chosen = [part.index(rows) for part in parts]
-    return Cache(layers=[_PartsLayer([part.keys[i] for part in parts], chosen) for i in range(num_layers)])
+    before: list[Any] = [DummyLayer() for _ in range(layers.start)]
+    own = [_PartsLayer([part.keys[i] for part in parts], chosen, shows_own) for i in range(len(layers))]
+    return Cache(layers=before + own)
 
 
 def written(cache: Cache) -> KeysValues:
@@ -96,12 +102,13 @@ def written(cache: Cache) -> KeysValues:
     Raises:
         CacheError: nothing.
     """
-    if any(layer.new is None for layer in cache.layers):  # type: ignore[union-attr]
+    own = [layer for layer in cache.layers if isinstance(layer, _PartsLayer)]
+    if any(layer.new is None for layer in own):
         raise CacheError(
             "the backbone dropped the cache that holds the keys of earlier steps: its layers checkpoint; call "
             "gradient_checkpointing_disable(), or eval()"
         )
-    return [layer.new for layer in cache.layers]  # type: ignore[union-attr, misc]
+    return [layer.new for layer in own]  # type: ignore[misc]
 
 
 class SlotTable(DummyLayer):
@@ -259,8 +266,10 @@ class _NewSlots:
         return whole
 
 
-def slot_table(cache: Cache, num_layers: int) -> SlotTable:
+def slot_table(cache: Cache, num_layers: int, around: Sequence[DynamicLayer] = ()) -> SlotTable:
     """The table of a cache. An empty dynamic cache becomes one with slots, in place.
+
+    num_layers: those with slots. around: none, or a layer without them before these and one after.
 
     Raises:
         CacheError: the cache was filled by another model, or cannot grow by as many slots as a token needs.
@@ -271,8 +280,8 @@ def slot_table(cache: Cache, num_layers: int) -> SlotTable:
             raise CacheError(f"the cache is of a model with {found} layers, this one has {num_layers}")
         return table
     table = SlotTable()
-    layers = [*(SlotLayer(table) for _ in range(num_layers)), table]
-    give_layers(cache, layers, "one slot a token", "latent steps", "a model without latent steps")
+    layers = [*around[:1], *(SlotLayer(table) for _ in range(num_layers)), *around[1:], table]
+    give_layers(cache, layers, "one entry a token", "further runs of a token", "a model without them")
     return table
 
 

@@ -52,16 +52,15 @@ def joined(parts: list[Entries]) -> Entries:
     )
 
 
-def visible(entries: Entries, num_queries: int, step: int, window: int | None = None) -> Tensor:
-    """bool [B, Q, N]: what the last Q entries, which are of `step`, read of all N.
+def visible(entries: Entries, num_queries: int, step: int, window: int | None = None, lowest: int = 1) -> Tensor:
+    """bool [B, Q, N]: what the last Q entries, which are of `step`, read of all N: steps from the `lowest` to theirs.
 
     An entry always reads itself, so that no query is without a key: not a pad either, nor the filling of a short row.
     """
     queries = slice(len(entries) - num_queries, None)
     times = entries.times[:, queries].unsqueeze(-1)
-    seen = (
-        (entries.times.unsqueeze(1) <= times) & (entries.steps > 0).unsqueeze(1) & (entries.steps <= step).unsqueeze(1)
-    )
+    is_in_reach = (entries.steps >= lowest) & (entries.steps <= step)
+    seen = (entries.times.unsqueeze(1) <= times) & is_in_reach.unsqueeze(1)
     if window is not None:
         seen &= entries.times.unsqueeze(1) > times - window
     if entries.documents is not None:
@@ -73,6 +72,15 @@ def visible(entries: Entries, num_queries: int, step: int, window: int | None = 
     return seen
 
 
+def visible_first_steps(entries: Entries, queries: Entries, window: int | None = None) -> Tensor:
+    """bool [B, Q, N]: what queries of later steps read where they read keys of first steps alone, their own too.
+
+    entries: those of all first steps, one a column.
+    """
+    seen = visible(joined([entries, queries]), len(queries), 1, window)[:, :, : len(entries)]
+    return seen | (entries.times.unsqueeze(1) == queries.times.unsqueeze(-1))  # what fills a short row reads that alone
+
+
 def mask_function(text_config: PreTrainedConfig) -> Callable:
     """What makes masks for the backbone's attention.
 
@@ -82,7 +90,7 @@ def mask_function(text_config: PreTrainedConfig) -> Callable:
     implementation = text_config._attn_implementation or "eager"
     if "flash" in implementation or implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ValueError(
-            f"attention {implementation!r} cannot keep latent steps apart, which needs a mask of its own; use "
+            f"attention {implementation!r} cannot keep runs of a token apart, which needs a mask of its own; use "
             'attn_implementation="sdpa"'
         )
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation]

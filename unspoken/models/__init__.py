@@ -14,6 +14,7 @@ def register() -> None:
     from unspoken.models.pause import PauseForCausalLM, PauseModel
     from unspoken.models.ponder import PonderForCausalLM, PonderModel
     from unspoken.models.ponder2 import Ponder2ForCausalLM, Ponder2Model
+    from unspoken.models.recursions import RecursionsForCausalLM, RecursionsModel
     from unspoken.models.recycler import RecyclerForCausalLM, RecyclerModel
     from unspoken.models.vanilla import VanillaForCausalLM, VanillaModel
 
@@ -26,6 +27,7 @@ def register() -> None:
         (PauseModel, PauseForCausalLM),
         (PonderModel, PonderForCausalLM),
         (Ponder2Model, Ponder2ForCausalLM),
+        (RecursionsModel, RecursionsForCausalLM),
     )
     for base, head in models:
         AutoModel.register(base.config_class, base, exist_ok=True)

@@ -5,13 +5,15 @@ holds the body alone, so the table below says what has to be kept. A family ente
 tests, not before.
 """
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from unspoken.errors import UnsupportedBackboneError, nearest
 
@@ -115,6 +117,24 @@ def final_norm(backbone: PreTrainedModel) -> nn.Module:
     norm = getattr(backbone, "norm", None) or backbone.final_layer_norm
     assert isinstance(norm, nn.Module)
     return norm
+
+
+def body_of_layers(backbone: PreTrainedModel, layers: range, has_norm: bool) -> PreTrainedModel:
+    """The same body with some of its layers alone, and with its final norm or none. It shares all modules."""
+    maybe_install_capturing_hooks(backbone)  # else each such body would hook the layers anew
+    part = copy.copy(backbone)
+    modules, blocks = dict(backbone._modules), list(cast(nn.ModuleList, backbone.layers))
+    modules["layers"] = nn.ModuleList(blocks[layers.start : layers.stop])
+    if not has_norm:
+        modules = {
+            name: nn.Identity() if module is final_norm(backbone) else module for name, module in modules.items()
+        }
+    part._modules = modules
+    part.config = copy.copy(backbone.config)
+    part.config.num_hidden_layers = len(layers)
+    if (types := getattr(backbone.config, "layer_types", None)) is not None:
+        part.config.layer_types = [types[i] for i in layers]
+    return part
 
 
 def embedding_name(backbone: PreTrainedModel) -> str:

@@ -27,6 +27,7 @@ from unspoken.models.looped import LoopedForCausalLM
 from unspoken.models.pause import PauseForCausalLM
 from unspoken.models.ponder import PonderForCausalLM
 from unspoken.models.ponder2 import Ponder2ForCausalLM
+from unspoken.models.recursions import RecursionsForCausalLM
 from unspoken.models.recycler import RecyclerForCausalLM
 from unspoken.models.vanilla import VanillaForCausalLM
 
@@ -39,11 +40,13 @@ METHODS: dict[str, type[LatentForCausalLM]] = {
     "pause": PauseForCausalLM,
     "ponder": PonderForCausalLM,
     "ponder2": Ponder2ForCausalLM,
+    "mor": RecursionsForCausalLM,
     "vanilla": VanillaForCausalLM,
 }
 FIELDS = ("num_train_passes", "num_prefill_passes", "router_bias", "exit_threshold", "max_latent_steps")  # options
 ROUTER_BIAS = -4.0  # a gate of 0.018, a little above the cut: each token takes one latent step, which weighs that much
-CARRIED = {"adapter": "adapter_norm", "router": "router"}  # what both may have, and the field that says its kind
+# What both may have, and the fields that say its kind.
+CARRIED = {"adapter": ("adapter_norm", "feedback"), "router": ("router",)}
 
 
 def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **config_fields: Any) -> LatentForCausalLM:
@@ -78,6 +81,8 @@ def convert(model: str | Path | PreTrainedModel, method: str = "recycler", **con
     else:
         body, text_config = source.base_model, source.config
     family_of(text_config)
+    if config_fields.get("feedback") == "gated" and not isinstance(source, RecyclerForCausalLM):
+        raise UsageError("feedback 'gated' takes the embeddings' place: no model computes what it did; train a new one")
     head = source.get_output_embeddings()
     if head is None:
         raise UsageError(f"{type(source).__name__} has no language-model head; load it with AutoModelForCausalLM")
@@ -252,12 +257,14 @@ def _carry_over(source: LatentForCausalLM, latent: LatentForCausalLM) -> None:
     Raises:
         UsageError: they are of another kind or size there, and would be lost.
     """
-    for name, kind in CARRIED.items():
-        if not (hasattr(source.model, name) and hasattr(latent.model, name)):
+    for name, fields in CARRIED.items():
+        if not all(hasattr(model.model, name) and hasattr(model.config, fields[0]) for model in (source, latent)):
             continue
         old, new = getattr(source.model, name), getattr(latent.model, name)
         shapes, new_shapes = ([p.shape for p in module.parameters()] for module in (old, new))
-        if getattr(source.config, kind) != getattr(latent.config, kind) or shapes != new_shapes:
+        other = [field for field in fields if getattr(source.config, field) != getattr(latent.config, field)]
+        if other or shapes != new_shapes:
+            kind = (other or fields)[0]
             raise UsageError(
                 f"the model's {name} ({getattr(source.config, kind)!r}) does not fit what was asked for and would be "
                 f"lost; leave {kind} and max_latent_steps as they are, or begin from its backbone (export_backbone)"

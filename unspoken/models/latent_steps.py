@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from unspoken.config import check_latent_steps
+from unspoken.latent.active import Active, Tokens, run_layers, shown_part
 from unspoken.latent.halting import Halting, Router, halt
 from unspoken.latent.recycle import document_starts
-from unspoken.latent.slots import Part, SlotTable, run_cache, slot_table, store, stored_part, written
+from unspoken.latent.slots import Part, slot_table, store
 from unspoken.latent.visibility import Entries, grid_masks, joined, mask_function
 from unspoken.models.inputs import document_mask
 from unspoken.models.latent_lm import LatentModelOutput
@@ -112,63 +112,6 @@ class Latents:
         return found
 
 
-@dataclass
-class _Active:
-    """The tokens of one run: `rows` [b] of the batch (None: all), `columns` [b, Q], `taken` bool [b, Q] (False: what
-    fills a short row), and their `reach` [b, Q]."""
-
-    rows: Tensor | None
-    columns: Tensor
-    taken: Tensor
-    reach: Tensor
-
-    def indices(self, num_columns: int) -> Tensor:
-        """b * T + t of each entry [b, Q]."""
-        rows = torch.arange(len(self.columns), device=self.columns.device) if self.rows is None else self.rows
-        return rows.unsqueeze(-1) * num_columns + self.columns
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The entries of a tensor [B, T]."""
-        return (tensor if self.rows is None else tensor[self.rows]).gather(1, self.columns)
-
-
-@dataclass
-class _Tokens:
-    """The tokens of a forward, all [B, T]: which of them are `real`, their `positions` and `documents` (None: one a
-    row). `first`: how many tokens the cache holds before them."""
-
-    columns: Tensor
-    real: Tensor
-    positions: Tensor
-    documents: Tensor | None
-    first: int
-
-    @classmethod
-    def of_forward(
-        cls,
-        embeds: Tensor,
-        real: Tensor | None,
-        position_ids: Tensor | None,
-        documents: Tensor | None,
-        table: SlotTable | None,
-    ) -> "_Tokens":
-        batch, num_columns = embeds.shape[:2]
-        first = 0 if table is None else table.num_tokens
-        columns = torch.arange(num_columns, device=embeds.device).expand(batch, -1)
-        real = torch.ones_like(columns, dtype=torch.bool) if real is None else real
-        positions = columns + first if position_ids is None else position_ids.expand(batch, -1)
-        return cls(columns, real, positions, documents, first)
-
-    def all(self) -> _Active:
-        """Those of the first run; its pads are not taken."""
-        return _Active(None, self.columns, self.real, torch.ones_like(self.columns, dtype=torch.float32))
-
-    def entries(self, active: _Active, step: int) -> Entries:
-        """What a run of some of them writes."""
-        documents = None if self.documents is None else active.of(self.documents)
-        return Entries(active.columns + self.first, active.taken * step, documents)
-
-
 class TakesLatentSteps:
     """The steps, for a `LatentModel` with a backbone, a router and a configuration. Mixed in by the models below."""
 
@@ -224,20 +167,8 @@ class TakesLatentSteps:
                 attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
             return self._plain(embeds, attention_mask, position_ids, options)
         table = None if cache is None else slot_table(cache, self.config.num_hidden_layers)
-        stored = None if table is None or cache is None else stored_part(cache, table)
-        if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
-            raise ValueError(
-                "a 4D attention_mask says nothing of latent steps; give a 2D one, or position_ids that restart with "
-                "each document"
-            )
-        if stored is not None and table is not None and attention_mask is not None:
-            if attention_mask.shape[1] < table.num_tokens + embeds.shape[1]:
-                raise ValueError(
-                    f"attention_mask has {attention_mask.shape[1]} columns; the cache's {table.num_tokens} tokens and "
-                    f"the {embeds.shape[1]} new ones need one each"
-                )
-            stored = stored.hiding(attention_mask)
-        tokens = _Tokens.of_forward(embeds, real, position_ids, documents, table)
+        stored = shown_part(cache, table, attention_mask, embeds.shape[1])
+        tokens = Tokens.of_forward(embeds, real, position_ids, documents, table)
         active, inputs, mixture = tokens.all(), embeds, _Mixture(embeds.shape, knobs)
         parts: list[Part] = [] if stored is None else [stored]
         mask: Tensor | dict | None = attention_mask
@@ -248,9 +179,13 @@ class TakesLatentSteps:
         # Slots are no positions: a body that counts them itself would be wrong behind deeper steps.
         positions = position_ids if stored is None else tokens.positions
         lengths = torch.zeros_like(tokens.columns).flatten()
+        layers = range(self.config.num_hidden_layers)
+        is_checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         steps, taken, router_logits, hidden_states = [], [], [], None
         for step in range(1, knobs.last_step + 1):
-            run = self._run_step(inputs, mask, positions, list(parts), active.rows, options)
+            run = run_layers(
+                self.backbone, layers, inputs, mask, positions, parts, active.rows, options, is_checkpointed
+            )
             parts.append(Part(active.rows, tokens.entries(active, step), run.keys))
             router_logits += run.router_logits
             taken.append(active.taken)
@@ -265,7 +200,7 @@ class TakesLatentSteps:
                 break
             going = indices[halting.goes_on]
             lengths = lengths.index_add(0, going, torch.ones_like(going))
-            active, inputs = _gathered(run.hidden, active, halting)
+            active, inputs = active.gathered(halting.goes_on, halting.next_reach, run.hidden)
             inputs = self.as_inputs(inputs)
             positions = active.of(tokens.positions)
             mask = self._mask(parts, tokens.entries(active, step + 1), active, step + 1, inputs.dtype)
@@ -285,7 +220,7 @@ class TakesLatentSteps:
 
     def checkpoint_whole_steps(self) -> None:
         """After transformers has flagged every module: a layer that checkpoints drops its cache, and with it the keys
-        of earlier steps. `_run_step` checkpoints instead. A plain model's layers may."""
+        of earlier steps. `run_layers` checkpoints instead. A plain model's layers may."""
         if self.knobs(None, None, None).last_step > 1:
             for module in self.backbone.modules():
                 if hasattr(module, "gradient_checkpointing"):
@@ -316,65 +251,22 @@ class TakesLatentSteps:
             pass_latents=(Latents(torch.zeros(embeds.shape[:2], dtype=torch.long, device=embeds.device), [], [], 0),),
         )
 
-    def _mask(self, parts: list[Part], entries: Entries, active: _Active, step: int, dtype: torch.dtype):
+    def _mask(self, parts: list[Part], entries: Entries, active: Active, step: int, dtype: torch.dtype):
         seen = joined([*(part.entries_of(active.rows) for part in parts), entries])
         return grid_masks(self.config.text_config, seen, len(entries), step, dtype)
 
-    def _run_step(
-        self,
-        inputs: Tensor,
-        mask: Tensor | dict | None,
-        positions: Tensor | None,
-        earlier: list[Part],
-        rows: Tensor | None,
-        options: dict,
-    ) -> "_Run":
-        """One run of the backbone, on some rows of the batch, over the keys and values of earlier runs."""
-        num_layers = self.config.num_hidden_layers
-
-        def run(inputs: Tensor, *flat: Tensor):
-            pairs = list(zip(flat[::2], flat[1::2], strict=True))
-            parts = [replace(part, keys=pairs[i * num_layers : (i + 1) * num_layers]) for i, part in enumerate(earlier)]
-            cache = run_cache(parts, rows, num_layers)
-            output = self.backbone(
-                inputs_embeds=inputs,
-                attention_mask=mask,
-                position_ids=positions,
-                cache=cache,
-                use_cache=True,
-                **options,
-            )
-            new = [tensor for pair in written(cache) for tensor in pair]
-            router_logits = output.get("router_logits") or ()
-            return output.last_hidden_state, router_logits, output.get("hidden_states"), *new
-
-        flat = [tensor for part in earlier for pair in part.keys for tensor in pair]
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            hidden, router_logits, hidden_states, *new = checkpoint(run, inputs, *flat, use_reentrant=False)
-        else:
-            hidden, router_logits, hidden_states, *new = run(inputs, *flat)
-        return _Run(hidden, list(router_logits), hidden_states, list(zip(new[::2], new[1::2], strict=True)))
-
-    def _gate(self, hidden: Tensor, active: _Active, step: int, knobs: Knobs) -> Tensor | None:
+    def _gate(self, hidden: Tensor, active: Active, step: int, knobs: Knobs) -> Tensor | None:
         if knobs.exit_at_step is not None or step == knobs.last_step:
             return None
         # What a backend returns at pads may be NaN, and zero times NaN would reach the router's gradient.
         logits = self.router(hidden.masked_fill(~active.taken.unsqueeze(-1), 0), step)
         return torch.sigmoid(logits).masked_fill(~active.taken, 0)
 
-    def _halt(self, active: _Active, gate: Tensor | None, step: int, knobs: Knobs) -> Halting:
+    def _halt(self, active: Active, gate: Tensor | None, step: int, knobs: Knobs) -> Halting:
         if knobs.exit_at_step is None or step == knobs.last_step:
-            return halt(active.reach, gate, knobs.exit_threshold)
+            return halt(active.carried, gate, knobs.exit_threshold)
         goes_on = active.taken
-        return Halting(active.reach.masked_fill(goes_on, 0), active.reach.masked_fill(~goes_on, 0), goes_on)
-
-
-@dataclass
-class _Run:
-    hidden: Tensor
-    router_logits: list[Tensor]
-    hidden_states: tuple[Tensor, ...] | None
-    keys: list[tuple[Tensor, Tensor]]
+        return Halting(active.carried.masked_fill(goes_on, 0), active.carried.masked_fill(~goes_on, 0), goes_on)
 
 
 class _Mixture:
@@ -404,30 +296,13 @@ class _Mixture:
         return self.total.view(*self.shape[:2], -1).to(self.dtype)
 
 
-def _kept(hidden: Tensor, active: _Active, gate: Tensor | None, halting: Halting, indices: Tensor) -> LatentStep:
+def _kept(hidden: Tensor, active: Active, gate: Tensor | None, halting: Halting, indices: Tensor) -> LatentStep:
     taken = active.taken
     return LatentStep(
         indices[taken],
         hidden[taken],
-        active.reach[taken],
+        active.carried[taken],
         None if gate is None else gate[taken],
         halting.weight[taken],
         halting.goes_on[taken],
     )
-
-
-def _gathered(hidden: Tensor, active: _Active, halting: Halting) -> tuple[_Active, Tensor]:
-    """The tokens that go on, close together, and their inputs [b, Q, d]. Without gradients, rows that have none are
-    left out; with them every row stays, so that its keys need no copy."""
-    goes_on, rows = halting.goes_on, active.rows
-    columns, reach = active.columns, halting.next_reach
-    if not torch.is_grad_enabled() and not (has_some := goes_on.any(-1)).all() and has_some.any():
-        chosen = has_some.nonzero().squeeze(-1)
-        rows = chosen if rows is None else rows[chosen]
-        goes_on, columns, reach, hidden = goes_on[chosen], columns[chosen], reach[chosen], hidden[chosen]
-    count = max(1, int(goes_on.sum(-1).max()))
-    order = (~goes_on).long().argsort(dim=-1, stable=True)[:, :count]
-    taken = goes_on.gather(1, order)
-    inputs = hidden.gather(1, order.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-    inputs = inputs.masked_fill(~taken.unsqueeze(-1), 0)
-    return _Active(rows, columns.gather(1, order), taken, reach.gather(1, order)), inputs

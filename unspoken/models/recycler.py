@@ -21,7 +21,7 @@ from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import RecyclerConfig
 from unspoken.latent.cache import RecycledStateLayer, attach_state, fork, recycled_state
-from unspoken.latent.recycle import RecycleAdapter, carry, receiving_positions, shift
+from unspoken.latent.recycle import GatedAdapter, RecycleAdapter, carry, receiving_positions, shift
 from unspoken.models.backbone import input_multiplier
 from unspoken.models.inputs import document_mask, is_packed, may_recycle, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput, joined
@@ -70,7 +70,10 @@ class RecyclerModel(LatentModel):
 
     def __init__(self, config: RecyclerConfig):
         super().__init__(config)
-        self.adapter = RecycleAdapter(config.hidden_size, config.adapter_norm)
+        is_added = config.feedback == "added"
+        self.adapter = (
+            RecycleAdapter(config.hidden_size, config.adapter_norm) if is_added else GatedAdapter(config.hidden_size)
+        )
         # A body that multiplies its inputs would multiply A(h) too, which belongs beside the multiplied embedding.
         self.adapter_scale = 1.0 / input_multiplier(config.text_config)
         self.post_init()
@@ -256,8 +259,7 @@ class RecyclerModel(LatentModel):
         """One run of the backbone, with A(recycled) added to its input."""
         inputs = tokens.embeds
         if recycled is not None:
-            added = self.adapter(recycled)
-            inputs = inputs + (added if self.adapter_scale == 1.0 else added * self.adapter_scale)
+            inputs = self.adapter.enter(inputs, recycled, self.adapter_scale)
         return self._run_inputs(inputs, tokens, cache)
 
     def _run_inputs(self, inputs: Tensor, tokens: _Tokens, cache: Cache | None):

@@ -68,6 +68,7 @@ class Run:
         of_baselines = {
             "looped": model.get("num_loops") or 4,
             "pause": 1 + model.get("num_pauses", 3),
+            "mor": (1 + (model.get("num_recursions") or 4)) / 2,
             "ponder": 1 + model.get("num_ponder_steps", 3),
             "ponder2": slots * (slots - 1) / 2 + slots * 3.5,
         }

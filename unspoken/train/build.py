@@ -27,7 +27,8 @@ from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import load_source
 from unspoken.train.recipe import METHOD_FIELDS, ModelSection, Recipe, SourceSection
 
-OF_NEW_PARTS = ("adapter_norm", "router", "router_bias", "exit_gate")  # said once, when an adapter or a gate is made
+# Said once, when an adapter or a gate is made.
+OF_NEW_PARTS = ("adapter_norm", "feedback", "router", "router_bias", "exit_gate")
 UNDECLARED = ("head_dim",)  # read by the layers of families whose configuration does not name it (qwen3_moe)
 HELD_OUT_SEED = 0  # not the run's: two arms of a comparison are measured on the same windows
 

@@ -33,7 +33,7 @@ from unspoken.errors import UnspokenError, first_line
 from unspoken.train.parallel import Ranks, new_messages_group
 
 FOLDER, SEAL = "checkpoints", "checkpoint.json"
-FORMAT = 3
+FORMAT = 4
 CHUNK_BYTES = 2**24
 Tensors = dict[str, Tensor]
 

@@ -18,7 +18,7 @@ from unspoken.errors import UnspokenError, UsageError
 from unspoken.train.parallel import Ranks
 
 JSONL, CSV = "metrics.jsonl", "metrics.csv"
-LATENT_COLUMNS = ("latent_length", "adaptive_loss", "gate_at_cut")  # means over tokens, targets, cuts
+LATENT_COLUMNS = ("latent_length", "adaptive_loss", "gate_at_cut", "routing_loss")  # means, see `sums` of the records
 Row = dict[str, Any]
 
 

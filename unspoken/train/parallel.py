@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unspoken.errors import UnspokenError, UsageError
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.models.latent_steps import TakesLatentSteps
 from unspoken.models.segments import backward_by_pass
 from unspoken.train.recipe import TrainSection
 
@@ -158,7 +157,7 @@ class Engine:
         if train.compile and is_by_block:
             for block in model.model.blocks():
                 block.compile()
-        if self.kind == "fsdp" and isinstance(model.model, TakesLatentSteps):
+        if self.kind == "fsdp" and hasattr(model.model, "goes_on_anywhere"):
             model.model.goes_on_anywhere = lambda goes_on: ranks.any(goes_on)[0]
         self.forward: Callable[..., Any] = model
         if self.kind == "fsdp":

@@ -20,10 +20,14 @@ FIELDS_OF: dict[str, tuple[str, ...]] = {  # a method's own keys of the model se
     ),
     "pause": ("num_pauses",),
     "ponder": ("num_ponder_steps", "accumulate"),
+    "mor": (
+        "num_recursions", "recursion_router", "kv_mode", "capacities", "selects_by_capacity", "router_scale",
+        "balance_weight", "z_loss_weight", "selection_weight",
+    ),
     "ponder2": ("num_latent_thoughts", "train_refinements", "num_refinements"),
     "recycler": (
         "num_train_passes", "num_prefill_passes", "pass_loss_reduction", "pass_loss_weights", "detach_between_passes",
-        "adapter_norm",
+        "adapter_norm", "feedback",
     ),
     "adaptive": (
         "max_latent_steps", "exit_threshold", "exit_at_step", "router", "router_bias", "adaptive_loss",
@@ -31,7 +35,9 @@ FIELDS_OF: dict[str, tuple[str, ...]] = {  # a method's own keys of the model se
     ),
 }  # fmt: skip
 FIELDS_OF["adaptive_recycler"] = FIELDS_OF["recycler"] + FIELDS_OF["adaptive"]
-Method = Literal["recycler", "adaptive", "adaptive_recycler", "vanilla", "looped", "pause", "ponder", "ponder2"]
+Method = Literal[
+    "recycler", "adaptive", "adaptive_recycler", "vanilla", "looped", "pause", "ponder", "ponder2", "mor"
+]  # fmt: skip
 METHOD_FIELDS = tuple(dict.fromkeys(field for fields in FIELDS_OF.values() for field in fields))
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
@@ -84,9 +90,7 @@ class ModelSection(Section):
     family's own."""
 
     from_pretrained: str | None = None
-    method: (
-        Literal["recycler", "adaptive", "adaptive_recycler", "vanilla", "looped", "pause", "ponder", "ponder2"] | None
-    ) = None
+    method: Method | None = None
     backbone: dict[str, Any] | None = None
     init: Literal["scaled", "backbone"] | None = None
     num_train_passes: Count | None = None
@@ -95,6 +99,7 @@ class ModelSection(Section):
     pass_loss_weights: list[NotNegative] | None = None
     detach_between_passes: bool | None = None
     adapter_norm: Literal["input", "output", "none"] | None = None
+    feedback: Literal["added", "gated"] | None = None
     max_latent_steps: CountOrNone | None = None
     exit_threshold: Fraction | None = None
     exit_at_step: Count | None = None
@@ -114,6 +119,15 @@ class ModelSection(Section):
     num_pauses: CountOrNone | None = None
     num_ponder_steps: CountOrNone | None = None
     accumulate: bool | None = None
+    num_recursions: Count | None = None
+    recursion_router: Literal["token_choice", "expert_choice"] | None = None
+    kv_mode: Literal["own", "shared"] | None = None
+    capacities: list[Fraction] | None = None
+    selects_by_capacity: bool | None = None
+    router_scale: Positive | None = None
+    balance_weight: NotNegative | None = None
+    z_loss_weight: NotNegative | None = None
+    selection_weight: NotNegative | None = None
     num_latent_thoughts: Count | None = None
     train_refinements: list[CountOrNone] | None = None
     num_refinements: CountOrNone | None = None

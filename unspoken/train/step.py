@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unspoken.latent.counts import num_gates, step_counts
+from unspoken.latent.counts import step_counts, step_rule
 from unspoken.models.backbone import attention_windows
 from unspoken.models.loss import IGNORE_INDEX, shift_labels
 from unspoken.train.parallel import Engine
@@ -71,4 +71,6 @@ def forward_backward(
 def _step_counts(config: Any, lengths: Tensor, labels: Tensor) -> Tensor:
     """The `COUNTS` of a pass over some rows."""
     has_target = shift_labels(labels) != IGNORE_INDEX
-    return step_counts(lengths, attention_windows(config.text_config), num_gates(config), has_target)
+    rule = step_rule(config)
+    assert rule is not None
+    return step_counts(lengths, attention_windows(config.text_config), rule, has_target)

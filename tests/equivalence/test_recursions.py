@@ -1,0 +1,149 @@
+"""Mixture-of-Recursions: who goes on, what is computed for whom, and what its routers are taught.
+
+That forward and decoding equal the oracle: test_baselines.py.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests.baselines import baseline
+from tests.families import random_ids, text_config
+from tests.oracle import close
+from unspoken import RecursionsConfig
+
+BY_EXPERTS = ["mor by experts", "mor by experts with shared keys"]
+FOUR = {"num_hidden_layers": 4}
+
+
+def widths(model, run) -> list[int]:
+    """Entries that the first of the middle layers is given, run by run."""
+    seen = []
+    hook = model.model.blocks()[1].register_forward_pre_hook(lambda layer, given: seen.append(given[0].shape[1]))
+    run()
+    hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["mor", *BY_EXPERTS])
+@torch.no_grad()
+def test_only_tokens_that_go_on_are_computed(kind):
+    model, ids = baseline(kind), random_ids(1, 12, seed=7)
+    lengths = model(ids, use_cache=False).latents.lengths
+    assert 0 < lengths.float().mean() < 2
+    expected = [12, int((lengths >= 1).sum()), int((lengths >= 2).sum())]
+    assert widths(model, lambda: model(ids, use_cache=False)) == [width for width in expected if width]
+
+
+@torch.no_grad()
+def test_a_row_that_is_done_is_left_out():
+    model, ids = baseline("mor"), random_ids(6, 1, seed=7)
+    lengths, rows = model(ids, use_cache=False).latents.lengths, []
+    hook = model.model.blocks()[1].register_forward_pre_hook(lambda layer, given: rows.append(len(given[0])))
+    model(ids, use_cache=False)
+    hook.remove()
+    assert rows == [6, int((lengths >= 1).sum()), int((lengths >= 2).sum())] and rows[2] < 6
+
+
+@pytest.mark.parametrize("kind", BY_EXPERTS)
+def test_in_training_each_recursion_takes_its_share(kind):
+    model, ids = baseline(kind).train(), random_ids(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    latents = model(ids, attention_mask=mask, use_cache=False).latents
+    assert [int((latents.lengths[0] >= r).sum()) for r in (1, 2)] == [6, 3]
+    assert [int((latents.lengths[1] >= r).sum()) for r in (1, 2)] == [4, 2]
+    assert not latents.lengths[1, 6:].any()
+
+
+@pytest.mark.parametrize("kind", BY_EXPERTS)
+@torch.no_grad()
+def test_choice_by_capacity_knows_what_comes_and_choice_by_gate_does_not(kind):
+    """Which is why the one has no cache."""
+    model, ids = baseline(kind), random_ids(1, 9)
+    model.config.selects_by_capacity = True
+    before = model(ids, use_cache=False)
+    edited = [torch.cat([ids[:, :4], random_ids(1, 5, seed=seed)], dim=1) for seed in range(1, 9)]
+    depths = [model(other, use_cache=False).latents.lengths[:, :4] for other in edited]
+    assert any(not torch.equal(found, before.latents.lengths[:, :4]) for found in depths)
+    with pytest.raises(ValueError, match="not causal: it has no cache"):
+        model(ids, use_cache=True)
+    with pytest.raises(ValueError, match="not causal"):
+        model.generate(ids, max_new_tokens=2)
+    model.config.selects_by_capacity = False
+    before = model(ids, use_cache=False)
+    for other in edited:
+        close(model(other, use_cache=False).logits[:, :4], before.logits[:, :4], 1e-12)
+
+
+def test_decoding_in_training_mode_is_refused():
+    model = baseline("mor by experts").train()
+    with pytest.raises(ValueError, match="not causal"), torch.no_grad():
+        model(random_ids(1, 4), use_cache=True)
+
+
+def test_token_choices_losses_by_hand():
+    model, ids = baseline("mor").train(), random_ids(2, 7)
+    output = model(ids, labels=ids)
+    plain = baseline("mor")(ids, labels=ids, use_cache=False).loss
+    logits = output.latents.choices._logits.flatten(0, 1)
+    depths, probabilities = logits.argmax(-1), logits.softmax(-1)
+    shares = [sum(int(depth) == n for depth in depths) / 14 for n in range(3)]
+    balance = 3 * sum(share * probabilities[:, n].mean() for n, share in enumerate(shares))
+    size = sum(math.log(sum(math.exp(x) for x in row)) ** 2 for row in logits.tolist()) / 14
+    close(output.loss - plain, 0.1 * balance + 1e-5 * size, 1e-6)
+    halves = [model(ids[i : i + 1], labels=ids[i : i + 1], num_items_in_batch=12) for i in range(2)]
+    own = [half.latents.choices.loss(model.config) for half in halves]
+    together = sum(half.loss for half in halves)
+    close(together, plain + sum(own) / 2, 1e-6)
+
+
+def test_gates_are_taught_who_was_taken():
+    model, ids = baseline("mor by experts").train(), random_ids(2, 9)
+    model.config.selection_weight = 1.0
+    output = model(ids, labels=ids)
+    model.config.selection_weight = 0.0
+    losses = []
+    for logits, taken in output.latents.choices._asked:
+        right = [torch.sigmoid(x if is_taken else -x).log() for x, is_taken in zip(logits, taken)]
+        losses.append(-sum(right) / len(right))
+    assert [len(logits) for logits, _ in output.latents.choices._asked] == [18, 12]
+    close(output.loss - model(ids, labels=ids).loss, sum(losses) / 2, 1e-6)
+
+
+def test_gates_that_are_not_asked_are_in_the_graph():
+    model, ids = baseline("mor by experts"), random_ids(1, 3)
+    with torch.no_grad():
+        for gate in model.model.router.gates[1:]:
+            gate.weight.zero_()  # no gate is above a half
+    output = model(ids, labels=ids, use_cache=False)
+    assert not output.latents.lengths.any()
+    output.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_recursions": 0}, "num_recursions must be a whole number of at least 1"),
+        ({"recursion_router": "experts"}, "recursion_router must be one of token_choice, expert_choice"),
+        ({"kv_mode": "both"}, "kv_mode must be one of own, shared"),
+        ({"capacities": [1.0, 0.5]}, "are for recursion_router 'expert_choice'"),
+        ({"recursion_router": "expert_choice", "capacities": [1.0, 0.5]}, "4 shares above 0, from 1 falling"),
+        ({"recursion_router": "expert_choice", "capacities": [0.9, 0.5, 0.4, 0.3]}, "from 1 falling"),
+        ({"recursion_router": "expert_choice", "capacities": [1, 0.5, 0.6, 0.3]}, "from 1 falling"),
+        ({"balance_weight": -1.0}, "balance_weight must be a number of at least 0"),
+        ({"router_scale": 0.0}, "router_scale must be a number above 0"),
+        ({"text_config": text_config("llama")}, "a first, a middle and a last layer; got 2 layers"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RecursionsConfig(**{"text_config": text_config("llama", **FOUR), **fields})
+
+
+@pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
+def test_what_has_no_shape_is_refused(name):
+    with pytest.raises(ValueError, match=name):
+        baseline("mor")(random_ids(1, 4), **{name: True})
