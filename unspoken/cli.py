@@ -232,6 +232,7 @@ def _generate(commands) -> None:
     p.add_argument("--num-return-sequences", type=int, default=1)
     p.add_argument("--batch-size", type=int, default=8)
     p.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    p.add_argument("--num-pauses", type=int, default=0, help="pause tokens behind each prompt (default 0)")
     p.add_argument("--stream", action="store_true", help="print tokens as they come (one prompt)")
     _sampling_options(p)
     _model_options(p)

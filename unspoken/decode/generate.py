@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from unspoken.data.cache import check_file
+from unspoken.data.pauses import pause_id
 from unspoken.decode.prompts import Request, batches, encode, read_requests, requests_of
 from unspoken.decode.sampling import Sampling, context_length, end_tokens, pad_token, require_tokenizer
 from unspoken.errors import UnspokenError, UsageError
@@ -37,7 +38,12 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--stream shows one prompt as it is continued; there are {len(requests)}")
     model, tokenizer = load_model(args.model, args.device, args.dtype)
     writer = BatchWriter(
-        model, require_tokenizer(tokenizer, args.model), sampling, args.num_beams, args.num_return_sequences
+        model,
+        require_tokenizer(tokenizer, args.model),
+        sampling,
+        args.num_beams,
+        args.num_return_sequences,
+        args.num_pauses,
     )
     prompts = [writer.encode(request, args.chat) for request in requests]
     torch.manual_seed(args.seed)
@@ -70,10 +76,12 @@ class BatchWriter:
         sampling: Sampling,
         num_beams: int = 1,
         num_return_sequences: int = 1,
+        num_pauses: int = 0,
     ):
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.ends = end_tokens(model, tokenizer)
         self.num_return_sequences = num_return_sequences
+        self.pauses = pauses(tokenizer, num_pauses)
         self.options = {
             **sampling.options(model),
             "num_beams": num_beams,
@@ -84,7 +92,7 @@ class BatchWriter:
 
     def encode(self, request: Request, chat: bool = False) -> list[int]:
         """Token ids of a request. Raises UnspokenError for one that leaves no room in the model's context."""
-        ids = encode(request, self.tokenizer, self.model.config.vocab_size, chat)
+        ids = encode(request, self.tokenizer, self.model.config.vocab_size, chat) + self.pauses
         context, wanted = context_length(self.model), self.sampling.max_new_tokens
         if context is None or len(ids) + wanted <= context:
             return ids
@@ -142,6 +150,20 @@ class BatchWriter:
         text = self.tokenizer.decode(ids[:end], skip_special_tokens=True)
         num_tokens = len(ids) if end is None else end + 1
         return {"text": text, "num_tokens": num_tokens, "finish_reason": "length" if end is None else "stop"}
+
+
+def pauses(tokenizer: PreTrainedTokenizerBase, number: int) -> list[int]:
+    """What a prompt ends with: so many pause tokens.
+
+    Raises:
+        UsageError: less than none, or the tokenizer has no pause.
+    """
+    if number < 0:
+        raise UsageError(f"--num-pauses is {number}; it must be at least 0")
+    found = pause_id(tokenizer)
+    if number and found is None:
+        raise UsageError("--num-pauses: the model was not trained with pause tokens (data.pause_fraction)")
+    return [found] * number if found is not None else []
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 from unspoken.data.cache import check_folder
+from unspoken.data.pauses import text_vocabulary
 from unspoken.data.tokens import TokenShards, check_embedding_rows
 from unspoken.errors import UnspokenError, UsageError
 from unspoken.eval import task_run
@@ -94,7 +95,7 @@ def _check_fit(
 ) -> None:
     """Refuse data that the model cannot read: another tokenizer's, or sequences longer than its context."""
     check_embedding_rows(shards.vocab_size, model.config.vocab_size)
-    if tokenizer is not None and tokenizer.get_vocab() != shards.load_tokenizer().get_vocab():
+    if tokenizer is not None and text_vocabulary(tokenizer) != text_vocabulary(shards.load_tokenizer()):
         raise UnspokenError(
             f"{args.data} was tokenised with another tokenizer than that of {args.model}; "
             f"prepare the data again with --tokenizer {args.model}"

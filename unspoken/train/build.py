@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from unspoken.config import AdaptiveLatentConfig, RecyclerConfig, scaled_init
 from unspoken.data.mixing import mix, mixture_fingerprint
 from unspoken.data.packing import PackedDataset
+from unspoken.data.pauses import PausedWindows, pause_id, paused_fingerprint, text_vocabulary, with_pause
 from unspoken.data.task_windows import HELD_OUT, TaskWindows, task_of, task_tokenizer
 from unspoken.data.tasks import Task, parse_task
 from unspoken.data.tokenizer import document_end_id, tokenizer_fingerprint
@@ -75,14 +76,20 @@ def _texts(recipe: Recipe, sources: list[SourceSection]) -> Data:
     shards = [TokenShards.open(source.path, "train", verify=True) for source in sources]
     check_same_tokenizer(shards)
     length, seed = recipe.data.sequence_length, recipe.run.seed
-    train = mix([PackedDataset(source, length, seed) for source in shards], weights, seed)
+    num_pauses = round(recipe.data.pause_fraction * length)
+    train = mix([PackedDataset(source, length - num_pauses, seed) for source in shards], weights, seed)
     held_out = None
     if recipe.train.eval_every:
         validation = [TokenShards.open(source.path, "val") for source in sources]
         parts = [PackedDataset(source, length, HELD_OUT_SEED) for source in validation]
         held_out = mix(parts, weights, shuffle=False)
     fingerprint = mixture_fingerprint([source.fingerprint for source in shards], weights)
-    return Data(train, held_out, shards[0].load_tokenizer(), fingerprint, f"data.path: {sources[0].path}")
+    tokenizer = shards[0].load_tokenizer()
+    if num_pauses:
+        number = pause_id(with_pause(tokenizer))
+        assert number is not None
+        train, fingerprint = PausedWindows(train, num_pauses, number, seed), paused_fingerprint(fingerprint, num_pauses)
+    return Data(train, held_out, tokenizer, fingerprint, f"data.path: {sources[0].path}")
 
 
 def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
@@ -195,6 +202,8 @@ def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
     source, tokenizer = load_source(name, "float32")
     if tokenizer is not None:
         _check_tokenizer(tokenizer, data, name)
+    if pause_id(data.tokenizer) is not None and len(data.tokenizer) > len(source.get_input_embeddings().weight):  # type: ignore[arg-type]
+        source.resize_token_embeddings(len(data.tokenizer))
     if section.method is not None and type(source) is not METHODS[section.method]:
         return convert(source, section.method, **_method_fields(section))
     if not isinstance(source, LatentForCausalLM):
@@ -221,7 +230,7 @@ def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: Data, name: str) -> None:
-    if tokenizer.get_vocab() != data.tokenizer.get_vocab():
+    if text_vocabulary(tokenizer) != text_vocabulary(data.tokenizer):
         help = "train a new model on it" if task_of(data.tokenizer) else f"prepare it again with `--tokenizer {name}`"
         raise UsageError(f"{data.name} has another tokenizer than {name}, so its ids mean other tokens; {help}")
     if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(data.tokenizer):

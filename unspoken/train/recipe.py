@@ -166,12 +166,15 @@ class SourceSection(Section):
 
 class DataSection(Section):
     """One of three: `path` is a folder written by `unspoken data prepare`, `sources` are several with weights, `task`
-    is a task of `unspoken/data/tasks.py` and its settings (`name: running_sum`, ...), which needs no files."""
+    is a task of `unspoken/data/tasks.py` and its settings (`name: running_sum`, ...), which needs no files.
+
+    `pause_fraction` of a training window's tokens are pauses at random places (`data/pauses.py`)."""
 
     path: Path | None = None
     sources: Annotated[list[SourceSection], Field(min_length=1)] | None = None
     task: dict[str, Any] | None = None
     sequence_length: Annotated[int, _Number, Field(ge=2)] = 256
+    pause_fraction: Below1 = 0.0
 
     @field_validator("task")
     @classmethod
@@ -185,6 +188,10 @@ class DataSection(Section):
     def _one_origin(self) -> Self:
         if sum(origin is not None for origin in (self.path, self.sources, self.task)) != 1:
             raise ValueError("give one of `path`, `sources` and `task`")
+        if self.task is not None and self.pause_fraction:
+            raise ValueError("`pause_fraction` is for text; a task's windows have their own form")
+        if self.sequence_length - round(self.pause_fraction * self.sequence_length) < 2:
+            raise ValueError("`pause_fraction` leaves fewer than 2 tokens of text in a window")
         paths = [source.path.resolve() for source in self.sources or []]
         if twice := next((path for path in paths if paths.count(path) > 1), None):
             raise ValueError(f"{twice} is twice among `sources`; give it the sum of its weights")
