@@ -82,8 +82,13 @@ def leave_results(plan: Plan, losses: dict[str, dict[str, float]], failed: tuple
     """
     (plan.out / "commands").mkdir(parents=True, exist_ok=True)
     plan.write_recipes()
+    texts = [lane for stage in plan.stages(1) if stage.title == "Text" for lane in stage.lanes]
+    for command in (command for lane in texts for command in lane):
+        command.output.mkdir(parents=True)
+        record = Record("done", list(command.words), 1.0, 2.0, 0, time.time(), "", command.recipe_sha256)
+        record.write(plan.out / "commands" / f"{command.name}.json")
     for run in plan.runs:
-        train, evaluate = plan.train(run), plan.evaluate(run)
+        train, *evaluations = plan.commands(run)
         if run.name in failed or run.arm not in losses:
             continue
         write_run(train.output, run.values["model"]["method"])
@@ -91,8 +96,9 @@ def leave_results(plan: Plan, losses: dict[str, dict[str, float]], failed: tuple
             name: [10 * (loss + 0.01 * run.seed) + piece % 3 for piece in range(12)]
             for name, loss in losses[run.arm].items()
         }
-        evaluate.output.mkdir(parents=True)
-        (evaluate.output / "eval.json").write_text(json.dumps(evaluation(run.name, nats, run.num_passes)))
-        for command in (train, evaluate):
+        for evaluate in evaluations:
+            evaluate.output.mkdir(parents=True)
+            (evaluate.output / "eval.json").write_text(json.dumps(evaluation(run.name, nats, run.num_passes)))
+        for command in (train, *evaluations):
             record = Record("done", list(command.words), 1.0, 2.0, 0, time.time(), "", command.recipe_sha256)
             record.write(plan.out / "commands" / f"{command.name}.json")

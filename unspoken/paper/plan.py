@@ -2,7 +2,7 @@
 
 OUT/recipes/RUN.yaml     the recipe of a run (an arm with a seed)
 OUT/runs/RUN/            what `unspoken train` left
-OUT/evals/RUN/           what `unspoken eval` left
+OUT/evals/RUN/           what `unspoken eval` left; OUT/evals/RUN-other/ that on text of another kind
 OUT/commands/            how each command went
 """
 
@@ -18,6 +18,7 @@ from unspoken.paper.pipeline import Stage
 from unspoken.paper.study import TextSection
 from unspoken.train.folder import MODEL
 
+OTHER = "other-data"
 START_SECONDS = 6.0  # of a command, before it does anything
 SECONDS_PER_PASS_TOKEN = 1.2e-4  # and run of the backbone, of the small model of recipes/demo, trained on one core
 QUICK_CORPUS, QUICK_TOKENIZER = ("stdlib",), "bpe:512"  # a pretrained model keeps its own tokenizer
@@ -41,12 +42,22 @@ class Plan:
 
     def stages(self, at_once: int, runs: Sequence[Run] | None = None) -> list[Stage]:
         """The text, then a lane for each run, `at_once` side by side. `runs`: some of them."""
-        lanes = [[self.train(run), self.evaluate(run)] for run in (self.runs if runs is None else runs)]
+        lanes = [self.commands(run) for run in (self.runs if runs is None else runs)]
         study = self.arms.study.file
         stages = [Stage(study.title, study.question, lanes, at_once)]
         if self.arms.makes_text:
-            stages.insert(0, Stage("Text", "What all runs read.", [[self.prepare()]]))
+            texts = [self.prepare(), *([self.prepare_other()] if self.has_other_text else [])]
+            stages.insert(0, Stage("Text", "What all runs read.", [texts]))
         return stages
+
+    def commands(self, run: Run) -> list[Command]:
+        """Those of a run, in their order."""
+        commands = [self.train(run), self.evaluate(run)]
+        return [*commands, self.evaluate_other(run)] if self.has_other_text else commands
+
+    @property
+    def has_other_text(self) -> bool:
+        return bool(self.arms.study.file.other_text) and self.arms.makes_text
 
     def write_recipes(self) -> None:
         """Write each run's recipe, where it is not written yet."""
@@ -70,6 +81,13 @@ class Plan:
         words = ["data", "prepare", *_repeated("--corpus", self.text.corpus)]
         words += ["--tokenizer", self.text.tokenizer, "--out", str(folder)]
         return Command("data", tuple(words), folder, 10)
+
+    def prepare_other(self) -> Command:
+        """The text of another kind, in the tokens of the training text."""
+        folder = self.out / OTHER
+        words = ["data", "prepare", *_repeated("--corpus", self.arms.study.file.other_text)]
+        words += ["--tokenizer", str(self.out / DATA / "tokenizer"), "--out", str(folder)]
+        return Command(OTHER, tuple(words), folder, 10, needs=("data",))
 
     def train(self, run: Run) -> Command:
         path = self.recipe_path(run)
@@ -95,6 +113,13 @@ class Plan:
         passes = (max(wanted.num_passes, wanted.depth) + 2 * wanted.exact) if run.num_passes > 1 else 1
         seconds = START_SECONDS + tokens * passes * SECONDS_PER_PASS_TOKEN
         return Command(f"{run.name}-eval", (*words, "--out", str(folder)), folder, seconds, needs=(run.name,))
+
+    def evaluate_other(self, run: Run) -> Command:
+        """As on the text that it read, without the depth curve."""
+        own, folder = self.evaluate(run), self.out / "evals" / f"{run.name}-other"
+        changed = {"--data": str(self.out / OTHER), "--depth": "0", "--out": str(folder)}
+        words = [changed.get(before, word) for before, word in zip(("", *own.words), own.words, strict=False)]
+        return Command(f"{run.name}-other-eval", tuple(words), folder, own.cpu_seconds, needs=(run.name, OTHER))
 
     def evaluation_folder(self, run: Run) -> Path:
         return self.out / "evals" / run.name

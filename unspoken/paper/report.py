@@ -16,6 +16,8 @@ from unspoken.paper.answers import CAPTION, answer_tables, lengths, plot_answers
 from unspoken.paper.arms import DATA
 from unspoken.paper.costs import CAPTION as COST_CAPTION
 from unspoken.paper.costs import cost_tables
+from unspoken.paper.domains import CAPTION as DOMAIN_CAPTION
+from unspoken.paper.domains import domain_tables
 from unspoken.paper.latent import CAPTION as LATENT_CAPTION
 from unspoken.paper.latent import latent_tables, plot_latent_lengths
 from unspoken.paper.pipeline import Pipeline, duration
@@ -109,6 +111,7 @@ def markdown(results: Results) -> str:
         loss_rows(results),
         *answer_tables(results),
         *latent_tables(results),
+        *domain_tables(results),
         *cost_tables(results),
         comparison_rows(results),
     ]
@@ -149,6 +152,7 @@ def _html(results: Results, drawn: Sequence[Plot], pipeline: Pipeline) -> str:
         Section("Arms", arms),
         *(Section("Right answers", [Table(*answers, CAPTION)]) for answers in answer_tables(results)),
         *(Section("Latent steps", [Table(*steps, LATENT_CAPTION)]) for steps in latent_tables(results)),
+        *(Section("Text of another kind", [Table(*rows, DOMAIN_CAPTION)]) for rows in domain_tables(results)),
         *(Section("Costs", [Table(*costs, COST_CAPTION)]) for costs in cost_tables(results)),
         Section("Differences", [Table(*comparison_rows(results)), Text(READ_WITH_CARE, "soft")]),
         Section("Plots", [Figures([(svg, caption) for _, svg, caption in drawn])]),

@@ -26,13 +26,15 @@ from unspoken.paper.study import Comparison, Study, Term
 
 @dataclass(frozen=True)
 class Result:
-    """One run: its folder, the evaluation of its model, the records of both commands. `missing`: why there is none."""
+    """One run: its folder, the evaluation of its model, and that on text of another kind where the study asks for it;
+    the records of its commands. `missing`: why there is none."""
 
     run: Run
     folder: RunFolder | None = None
     evaluation: Evaluation | None = None
     records: Sequence[Record] = ()
     missing: str = ""
+    other: Evaluation | None = None
 
     @property
     def is_done(self) -> bool:
@@ -167,6 +169,7 @@ class Results:
             "losses": result.losses,
             "depth_curve": (result.evaluation or {}).get("depth_curve"),
             "task": (result.evaluation or {}).get("task"),
+            "other_text": (result.other or {}).get("results"),
             "made_with": recipe.pop("made_with", None),
             "recipe": recipe,
         }
@@ -209,19 +212,19 @@ def decoding_loss(runs: Mapping[int, Result]) -> float | None:
 
 
 def _read(run: Run, plan: Plan, pipeline: Pipeline) -> Result:
-    train, evaluate = plan.train(run), plan.evaluate(run)
-    for command in (train, evaluate):
+    commands = plan.commands(run)
+    for command in commands:
         if reason := pipeline.failed.get(command.name):
             return Result(run, missing=f"failed: {reason}")
         if not pipeline.is_done(command):
             record = pipeline.record(command.name)
             return Result(run, missing=record.status if record and record.status != "done" else "not run")
-    folder = read_run(train.output, run.arm, wanted=(RESOLVED, SUMMARY))
-    evaluated = read_run(evaluate.output, wanted=(EVALUATION,))
+    folder = read_run(commands[0].output, run.arm, wanted=(RESOLVED, SUMMARY))
+    evaluated, *others = [read_run(command.output, wanted=(EVALUATION,)) for command in commands[1:]]
     if folder.summary is None or evaluated.evaluation is None:
         return Result(run, missing="; ".join(folder.missing + evaluated.missing))
-    records = [record for command in (train, evaluate) if (record := pipeline.record(command.name))]
-    return Result(run, folder, evaluated.evaluation, records)
+    records = [record for command in commands if (record := pipeline.record(command.name))]
+    return Result(run, folder, evaluated.evaluation, records, other=others[0].evaluation if others else None)
 
 
 def _finite(value: float) -> float | None:

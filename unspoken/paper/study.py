@@ -59,10 +59,10 @@ class EvalSection(Section):
 class StudyFile(Section):
     """The keys of study.yaml.
 
-    baseline: an arm that every other is compared with, beside what `compare` says. budgets: training tokens of the
-    base, one set of runs for each. costs: a table of what training and decoding cost. quick_arms: those of `--quick`,
-    all unless given. cpu_seconds: what the whole cost where it was tried. paper: the paper's own settings and numbers,
-    shown beside ours.
+    other_text: corpora of another kind, on which every model is evaluated too. baseline: an arm that every other is
+    compared with, beside what `compare` says. budgets: training tokens of the base, one set of runs for each. costs: a
+    table of what training and decoding cost. quick_arms: those of `--quick`, all unless given. cpu_seconds: what the
+    whole cost where it was tried. paper: the paper's own settings and numbers, shown beside ours.
     """
 
     title: str
@@ -70,6 +70,7 @@ class StudyFile(Section):
     figure: str = ""
     base: str | dict[str, Any]
     text: TextSection = TextSection()
+    other_text: tuple[str, ...] = ()
     arms: Annotated[dict[str, dict[str, Any] | None], Field(min_length=1)]
     seeds: Annotated[tuple[CountOrNone, ...], Field(min_length=1)] = (0, 1)
     budgets: tuple[Count, ...] = ()
