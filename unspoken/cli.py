@@ -60,7 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (
-        _convert, _data, _train, _launch, _export, _eval, _generate, _chat, _verify, _inspect, _paper, _compare,
+        _convert, _data, _train, _launch, _export, _eval, _generate, _chat, _verify, _inspect, _report,
+        _paper, _compare,
     ):  # fmt: skip
         add(commands)
     return parser
@@ -275,6 +276,17 @@ def _inspect(commands) -> None:
     p.add_argument("--max-tokens", type=int, default=20_000, help="so many from the text's start")
     _latent_options(p)
     _model_options(p)
+
+
+def _report(commands) -> None:
+    p = _command(
+        commands, "report", "unspoken.analysis.report:main", "One page of several runs: curves, tables, depth."
+    )
+    p.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run, or of a model")
+    p.add_argument("--out", default="report.html", help="file to write (default: report.html)")
+    p.add_argument("--title", default="Runs")
+    p.add_argument("--text", help="file with a text; models with latent steps show where they think in it")
+    p.add_argument("--max-tokens", type=int, default=2000, help="so many from the text's start")
 
 
 def _paper(commands) -> None:

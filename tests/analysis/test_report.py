@@ -3,7 +3,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from tests import texts
 from tests.analysis.conftest import write_run
+from unspoken import cli
 from unspoken.analysis.report import curves, gap, run_report
 from unspoken.analysis.runs import read_run
 from unspoken.errors import UnspokenError
@@ -112,3 +114,54 @@ def test_curves_show_what_was_logged(run_folder, tmp_path):
     for one in (run, plain):
         one.metrics.extend({"kind": "train", "tokens": tokens, "loss_pass_1": 1.0} for tokens in (7, 8))
     assert "pass 1" in (gap(run, plain, kind="train") or "")
+
+
+def test_a_page_shows_where_models_think(tmp_path, monkeypatch, capsys):
+    """Two runs, one of which takes latent steps, and a text."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = texts.chat_tokenizer()
+    for name, method in (("thinks", "adaptive"), ("plain", "vanilla")):
+        write_run(tmp_path / name, method)
+        texts.text_model(method).save_pretrained(tmp_path / name / "model")
+        tokenizer.save_pretrained(tmp_path / name / "model")
+    (tmp_path / "text.txt").write_text("The cat sat on the mat.")
+    assert cli.main(["report", "thinks", "plain", "--text", "text.txt", "--title", "Both"]) == 0
+    assert "report.html: 2 runs" in capsys.readouterr().out
+    html = (tmp_path / "report.html").read_text()
+    assert not Balance(html).open and "Depth of thinks" in html and "Depth of plain" not in html
+    assert "latent steps a token, of" in html and "Both" in html
+
+
+def test_losses_of_several_thresholds_stand_in_one_table(run_folder):
+    found = json.loads((run_folder / "eval.json").read_text())
+    found["results"] |= {f"{name} tau=0.1": loss for name, loss in found["results"].items()}
+    (run_folder / "eval.json").write_text(json.dumps(found))
+    html = run_report([run_folder])
+    places = [html.index(f">{name}<") for name in ("k=1", "k=2", "exact", "k=1 tau=0.1", "exact tau=0.1")]
+    assert places == sorted(places)
+
+
+def test_a_run_of_another_version_is_named(tmp_path):
+    folder = write_run(tmp_path / "old")
+    text = (folder / "resolved.yaml").read_text()
+    (folder / "resolved.yaml").write_text(text + "made_with: {unspoken: 0.0.1}\n")
+    assert "was made with unspoken 0.0.1" in run_report([folder])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none"], "no such run folder: none"),
+        (["empty"], "holds nothing of a run"),
+        (["run", "other/run"], "two of the runs are named run"),
+        (["run", "--text", "none.txt"], "--text: cannot read none.txt"),
+        (["run", "--out", "no/such/report.html"], "--out"),
+    ],
+)
+def test_what_cannot_be_reported_is_named(run_folder, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "other" / "run")
+    assert cli.main(["report", *words]) != 0
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()

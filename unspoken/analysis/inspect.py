@@ -37,7 +37,7 @@ TERMINAL = (70, 40, 20)  # added to a black background by the deepest token, tim
 
 
 def main(args: argparse.Namespace) -> int:
-    text = _read(Path(args.text))
+    text = read_text(Path(args.text))
     for name in ("html", "json"):
         if getattr(args, name):
             check_file(f"--{name}", getattr(args, name))
@@ -48,25 +48,8 @@ def main(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args.model, args.device, args.dtype)
     if not takes_latent_steps(model):
         raise UsageError(f"{args.model}: a model of type {model.config.model_type} takes no latent steps")
-    if tokenizer is None:
-        raise UsageError(f"{args.model} has no tokenizer to read the text with")
-    longest = getattr(model.config.text_config, "max_position_embeddings", None) or SEQUENCE_LENGTH
-    length = args.sequence_length or min(SEQUENCE_LENGTH, longest)
-    if length > longest:
-        raise UsageError(f"--sequence-length is {length}; the model reads {longest} tokens at most")
-    options = knobs.options(model)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.max_tokens]
-    if not ids:
-        raise UsageError(f"--text: {args.text} has no token")
-    start, window = document_end_id(tokenizer), length - 1
-    depth = token_depth(model, ids, start, window, **options)
-    uncut = depth
-    if model.config.router != "none" and not {"exit_at_step", "exit_threshold"} & options.keys():
-        uncut = token_depth(model, ids, start, window, **(options | {"exit_threshold": 0.0}))
-    in_all = {"max_latent_steps": None, "exit_threshold": None, "exit_at_step": None, **options}
-    max_latent_steps = model.model.knobs(**in_all).last_step - 1
-    words = [str(tokenizer.decode([i])) for i in depth.ids]
-    view = View(args.model, Path(args.text).name, words, depth, uncut, max_latent_steps)
+    reading = Reading(Path(args.text), text, args.max_tokens, args.sequence_length)
+    view = reading.view(args.model, model, tokenizer, **knobs.options(model))
     view.show(Console(highlight=False))
     if args.html:
         Path(args.html).write_text(view.html(), encoding="utf-8")
@@ -76,7 +59,42 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(path: Path) -> str:
+@dataclass(frozen=True)
+class Reading:
+    """A text to be read by models with latent steps, so many of its tokens, `sequence_length` of them together."""
+
+    path: Path
+    text: str
+    max_tokens: int
+    sequence_length: int | None = None
+
+    def view(self, name: str, model: Any, tokenizer: Any, **options: Any) -> "View":
+        """options: of the model's forward.
+
+        Raises:
+            UsageError: there is nothing to read, nothing to read it with, or too much at once.
+        """
+        if tokenizer is None:
+            raise UsageError(f"{name} has no tokenizer to read the text with")
+        longest = getattr(model.config.text_config, "max_position_embeddings", None) or SEQUENCE_LENGTH
+        length = self.sequence_length or min(SEQUENCE_LENGTH, longest)
+        if length > longest:
+            raise UsageError(f"--sequence-length is {length}; the model reads {longest} tokens at most")
+        ids = tokenizer(self.text, add_special_tokens=False)["input_ids"][: self.max_tokens]
+        if not ids:
+            raise UsageError(f"--text: {self.path} has no token")
+        start, window = document_end_id(tokenizer), length - 1
+        depth = token_depth(model, ids, start, window, **options)
+        uncut = depth
+        if model.config.router != "none" and not {"exit_at_step", "exit_threshold"} & options.keys():
+            uncut = token_depth(model, ids, start, window, **(options | {"exit_threshold": 0.0}))
+        in_all = {"max_latent_steps": None, "exit_threshold": None, "exit_at_step": None, **options}
+        max_latent_steps = model.model.knobs(**in_all).last_step - 1
+        words = [str(tokenizer.decode([i])) for i in depth.ids]
+        return View(name, self.path.name, words, depth, uncut, max_latent_steps)
+
+
+def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -137,6 +155,14 @@ class View:
         ]
 
     def html(self) -> str:
+        sections = [
+            Section("", self.summary()),
+            Section("Depth and difficulty", self.relations()),
+            Section("The text", self.tokens()),
+        ]
+        return page("Where the model thinks", f"{self.model}, {self.name}", sections)
+
+    def summary(self) -> list[Block]:
         mean = float(self.depth.lengths.mean())
         cards = Cards(
             [
@@ -146,16 +172,19 @@ class View:
                 *([] if self.pruned is None else [(f"{self.pruned:.0%}", "of the steps pruned", "")]),
             ]
         )
+        return [cards]
+
+    def relations(self) -> list[Block]:
+        """Depth against difficulty, as plots and tables."""
         tables: list[Block] = [
             Table([title, "tokens", header], [[b.name, f"{b.count:,}", _number(b.mean)] for b in buckets])
             for title, header, buckets in self._relations()
         ]
-        sections = [
-            Section("", [cards]),
-            Section("Depth and difficulty", [Figures(self._plots()), *tables]),
-            Section("The text", [Text("The darker a token, the more latent steps before it.", "soft"), _Words(self)]),
-        ]
-        return page("Where the model thinks", f"{self.model}, {self.name}", sections)
+        return [Figures(self._plots()), *tables]
+
+    def tokens(self) -> list[Block]:
+        """The text, token by token."""
+        return [Text("The darker a token, the more latent steps before it.", "soft"), _Words(self)]
 
     def _plots(self) -> list[tuple[str, str]]:
         by_length = [bucket for bucket in right_by_length(self.depth) if bucket.mean is not None]

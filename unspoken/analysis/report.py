@@ -4,12 +4,14 @@ Each function takes what was read by `runs.py` and leaves out what is not there,
 follow the order of the runs.
 """
 
+import argparse
 import json
 import math
 import os
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,46 @@ import torch
 import yaml
 
 from unspoken.analysis.figures import Frame, Series, line_plot
+from unspoken.analysis.inspect import Reading, read_text
 from unspoken.analysis.numbers import number
 from unspoken.analysis.page import Block, Cell, Code, Figures, Folded, Samples, Section, Table, Text, page
 from unspoken.analysis.runs import Run, read_run
+from unspoken.data.cache import check_file
+from unspoken.errors import UnspokenError, UsageError
+from unspoken.models.knobs import takes_latent_steps
+from unspoken.models.load import load_model
+from unspoken.train.folder import MODEL
 
 Plot = tuple[str, str]  # SVG and caption
 SMALL_SPAN = 0.01  # nats
 STEEP_START = (0.0, 0.85)  # quantiles of a training curve that a plot shows
 
 
-def run_report(folders: Sequence[Path], title: str = "Runs") -> str:
-    """The report of run folders as HTML."""
+def main(args: argparse.Namespace) -> int:
+    """`unspoken report RUN...`: one page of all of them."""
+    check_file("--out", args.out)
+    folders = [Path(folder) for folder in args.runs]
+    names = [folder.name for folder in folders]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"two of the runs are named {twice}; a report tells them apart by their folders' names")
+    for run in map(read_run, folders):
+        if not any((run.recipe, run.summary, run.metrics, run.evaluation)):
+            raise UnspokenError(f"{run.folder} holds nothing of a run; give folders that `unspoken train` has written")
+    reading = None
+    if args.text is not None:
+        reading = Reading(Path(args.text), read_text(Path(args.text)), args.max_tokens)
+    out = Path(args.out)
+    out.write_text(run_report(folders, args.title, reading), encoding="utf-8")
+    print(f"{out}: {len(folders)} run{'s' if len(folders) != 1 else ''}")
+    return 0
+
+
+def run_report(folders: Sequence[Path], title: str = "Runs", reading: Reading | None = None) -> str:
+    """The report of run folders as HTML. reading: a text, of which models with latent steps show where they think.
+
+    Raises:
+        UnspokenError: a folder is not there.
+    """
     runs = [read_run(folder) for folder in folders]
     sections = [
         Section("Training", [Figures(curves(runs)), cost_table(runs)]),
@@ -36,10 +67,26 @@ def run_report(folders: Sequence[Path], title: str = "Runs") -> str:
     sections += [Section(f"Checks of {run.name}", checks(run)) for run in runs if run.verification]
     if any(run.generations for run in runs):
         sections.append(Section("Samples", [samples(runs)]))
+    sections += depth_sections(runs, reading) if reading else []
     sections.append(Section("Settings", [*settings(runs), *absent(runs)]))
     return page(
         title, f"{len(runs)} run{'s' if len(runs) != 1 else ''}: {', '.join(run.name for run in runs)}", sections
     )
+
+
+def depth_sections(runs: Sequence[Run], reading: Reading) -> list[Section]:
+    """Where models with latent steps think in a text: one section for each of them, none for others."""
+    sections = []
+    for run in runs:
+        folder = run.folder / MODEL if (run.folder / MODEL).is_dir() else run.folder
+        if not (folder / "config.json").is_file():
+            sections.append(Section(f"Depth of {run.name}", [Text(f"{folder} holds no model.", "note")]))
+            continue
+        model, tokenizer = load_model(folder)
+        if takes_latent_steps(model):
+            view = reading.view(run.name, model, tokenizer)
+            sections.append(Section(f"Depth of {run.name}", [*view.summary(), *view.relations(), *view.tokens()]))
+    return sections
 
 
 def curves(runs: Sequence[Run], kind: str = "eval") -> list[Plot]:
@@ -113,7 +160,7 @@ def loss_table(runs: Sequence[Run]) -> Block:
     if not evaluated:
         return Text("No run has an evaluation (eval.json).", "note")
     names = list(dict.fromkeys(name for _, results in evaluated for name in results))
-    names.sort(key=lambda name: (name == "exact", name if name == "exact" else int(name[2:])))
+    names.sort(key=_place)
     rows = [
         [run.name, *(number(results[name]["loss"]) if name in results else "" for name in names), _bits(results)]
         for run, results in evaluated
@@ -214,8 +261,22 @@ def text_sources(folder: Path) -> Block:
 
 
 def absent(runs: Sequence[Run]) -> list[Block]:
-    """A line for each file that should have been there."""
-    return [Text(line, "note") for run in runs for line in run.missing]
+    """A line for each file that should have been there, and each run of another version."""
+    lines = [line for run in runs for line in run.missing]
+    for run in runs:
+        made_with = ((run.recipe or {}).get("made_with") or {}).get("unspoken")
+        if made_with not in (None, here := version("unspoken")):
+            lines.append(
+                f"{run.folder} was made with unspoken {made_with}, this is {here}: what it lacks was not written then. "
+                "Its model can be evaluated anew (unspoken eval)."
+            )
+    return [Text(line, "note") for line in lines]
+
+
+def _place(name: str) -> tuple[str, bool, int]:
+    """k=1, k=2, ..., exact; then the same of another threshold (`k=1 tau=0.1`)."""
+    first, _, setting = name.partition(" ")
+    return setting, first == "exact", 0 if first == "exact" else int(first[2:])
 
 
 def _bits(results: dict[str, Any]) -> str:
