@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (
-        _convert, _data, _train, _launch, _export, _eval, _generate, _chat, _verify, _inspect, _report,
+        _convert, _data, _train, _sft, _launch, _export, _eval, _generate, _chat, _verify, _inspect, _report,
         _paper, _compare,
     ):  # fmt: skip
         add(commands)
@@ -131,7 +131,8 @@ def _data(commands) -> None:
     p.add_argument("--on-bad-line", choices=["error", "skip"], default="error")
     p.add_argument("--max-document-chars", type=int, default=1_000_000, help="longer documents are noted")
     p = _command(actions, "show", "unspoken.data.show:main", "Show what a prepared folder holds, and some windows.")
-    p.add_argument("folder", help="folder written by `data prepare`")
+    p.add_argument("folder", help="folder written by `data prepare`; with --tokenizer, rows to answer (JSONL, parquet)")
+    p.add_argument("--tokenizer", help="model or tokenizer that reads the rows: which of their tokens are learned")
     p.add_argument("--split", choices=["train", "val", "test"], default="train")
     p.add_argument("--num-windows", type=int, default=3, help="decoded training windows to print")
     p.add_argument("--sequence-length", type=int, default=128, help="tokens in a window")
@@ -146,6 +147,18 @@ def _train(commands) -> None:
         takes_overrides=True,
     )
     p.add_argument("recipe", help="YAML file; see recipes/")
+    p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
+
+
+def _sft(commands) -> None:
+    p = _command(
+        commands,
+        "sft",
+        "unspoken.train.run:sft",
+        "Fine-tune on conversations, or prompts and completions, from a recipe; `--a.b value` overrides its keys.",
+        takes_overrides=True,
+    )
+    p.add_argument("recipe", help="YAML file; see recipes/sft/")
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
 
 

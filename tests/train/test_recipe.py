@@ -73,7 +73,7 @@ def test_overrides_win_in_both_spellings(load):
         ("method: recycler", "method: chained", r"model.method: expected 'recycler', .* or 'mor', got 'chained'"),
         ("learning_rate: 1e-4", "eps: 1e-8", r"r.yaml:6: optim.learning_rate: required"),
         ("batch_size: 8", "batch_size: 8\n  batch_size: 4", r"r.yaml:11: train.batch_size is given twice"),
-        ("batch_size: 8", "max_steps: 8", r"train: give `total_tokens` or `max_steps`"),
+        ("batch_size: 8", "max_steps: 8", r"train: give one of `total_tokens`, `max_steps` and `num_epochs`"),
         ("batch_size: 8", "micro_batch_size: 3", r"train: micro_batch_size 3 does not divide batch_size 8"),
         ("method: recycler", "num_train_passes: 2", r"model: give `from_pretrained`, or `method`"),
         ("method: recycler", "method: vanilla\n  num_train_passes: 2", r"model: `num_train_passes` is for"),
@@ -81,7 +81,7 @@ def test_overrides_win_in_both_spellings(load):
         ("1.2e6", "2047", r"train.total_tokens 2047 is less than one step: 2048"),
         ("1e-4", "1e-4\n  warmup_steps: 3\n  warmup_fraction: 0.1", r"optim: give `warmup_steps` or"),
         ("{out: runs/x}", "{out: [", r"r.yaml:3: not valid YAML"),
-        ("path: data/x", "path: x, sources: [{path: y}]", r"r.yaml:5: data: give one of `path`, `sources` and `task`"),
+        ("path: data/x", "path: x, sources: [{path: y}]", r"r.yaml:5: data: give one of `path`, `sources`, `task` and `conversations`"),
         (
             "{path: data/x}",
             "\n  sources:\n  - {path: x}\n  - path: y\n    wieght: 2",

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from unspoken.errors import UnspokenError, UsageError
 
@@ -131,7 +131,54 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[Row | BadRow]:
         yield BadRow(path, 0, "empty_file", "the file has no rows")
 
 
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]] | BadRow]:
+    """Yield every object of a JSONL or parquet file with its line (or row), or what is wrong with it; blank lines are
+    skipped."""
+    if path.stat().st_size == 0:
+        yield BadRow(path, 0, "empty_file", "the file is empty")
+        return
+    if _ending(path) == PARQUET_ENDING:
+        yield from _parquet_objects(path)
+        return
+    try:
+        with _open(path) as file:
+            for number, raw in enumerate(file, start=1):
+                line = _decoded(path, number, raw.removeprefix(_BOM) if number == 1 else raw)
+                if isinstance(line, BadRow):
+                    yield line
+                elif line.strip():
+                    row = _object(path, number, line.rstrip())
+                    yield row if isinstance(row, BadRow) else (number, row)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        yield BadRow(path, 0, "broken_gzip", f"broken or cut gzip file ({error})")
+
+
+def _parquet_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]] | BadRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        yield BadRow(path, 0, "broken_parquet", f"not a parquet file ({str(error).splitlines()[0]})")
+        return
+    number = 0
+    for batch in file.iter_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield number, {name: value for name, value in row.items() if value is not None}
+
+
 def _parsed(path: Path, number: int, line: str, text_field: str) -> Row | BadRow:
+    row = _object(path, number, line)
+    if isinstance(row, BadRow):
+        return row
+    if text_field not in row:
+        return BadRow(path, number, "missing_field", _missing(text_field, list(row)))
+    return _checked(path, number, row[text_field], text_field)
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any] | BadRow:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -140,9 +187,7 @@ def _parsed(path: Path, number: int, line: str, text_field: str) -> Row | BadRow
         return BadRow(path, number, "broken_json", f"JSON that cannot be read ({type(error).__name__})")
     if not isinstance(row, dict):
         return BadRow(path, number, "not_an_object", f"not a JSON object but {_kind(row)}")
-    if text_field not in row:
-        return BadRow(path, number, "missing_field", _missing(text_field, list(row)))
-    return _checked(path, number, row[text_field], text_field)
+    return row
 
 
 def _checked(path: Path, number: int, text: object, text_field: str = "") -> Row | BadRow:

@@ -1,4 +1,4 @@
-"""`unspoken data show`: what a prepared folder holds, and what a model will see of it."""
+"""`unspoken data show`: what a prepared folder holds, or rows to answer, and what a model will see of it."""
 
 import argparse
 import itertools
@@ -6,15 +6,54 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text as RichText
 
+from unspoken.data.chat_windows import ChatWindows
+from unspoken.data.conversations import Example, read_examples
 from unspoken.data.packing import IGNORE_LABEL, PackedDataset
+from unspoken.data.tokenizer import load_existing
 from unspoken.data.tokens import SPLITS, TokenShards, read_manifest
+from unspoken.errors import UsageError
 
 
 def main(args: argparse.Namespace) -> None:
     console = Console()
+    if args.tokenizer is not None:
+        print_examples(args.folder, args.tokenizer, args.sequence_length, args.num_windows, console)
+        return
+    if Path(args.folder).is_file():
+        raise UsageError(f"{args.folder} is a file; --tokenizer MODEL shows rows to answer as that model reads them")
     print_manifest(Path(args.folder), console)
     print_windows(Path(args.folder), console, args.split, args.num_windows, args.sequence_length)
+
+
+def print_examples(path: str, name: str, sequence_length: int, num_windows: int, console: Console) -> None:
+    """Print the first windows of rows to answer: what is learned in green, what is asked dimmed."""
+    tokenizer = load_existing(name)
+    examples = read_examples([path], tokenizer, sequence_length, on_bad_line="skip")
+    for note in examples.notes():
+        console.print(f"note: {note}", highlight=False)
+    windows = ChatWindows(examples.rows, sequence_length, 0)
+    learned = sum(int(row.is_target.sum()) for row in examples.rows)
+    console.print(
+        f"{len(examples.rows):,} rows, {sum(map(len, examples.rows)):,} tokens, {learned:,} of them learned; "
+        f"{len(windows):,} windows of {sequence_length}, {windows.fill:.0%} full",
+        highlight=False,
+    )
+    for index, numbers in enumerate(windows.bins[:num_windows]):
+        console.rule(f"window {index}")
+        for number in numbers:
+            console.print(examples.rows[number].place, style="bold", highlight=False)
+            text = RichText()
+            for is_learned, ids in runs(examples.rows[number]):
+                text.append(str(tokenizer.decode(ids)), "green" if is_learned else "dim")
+            console.print(text, soft_wrap=True)
+
+
+def runs(example: Example) -> list[tuple[bool, list[int]]]:
+    """The ids in stretches, those that are learned apart."""
+    pairs = zip(example.is_target.tolist(), example.ids.tolist(), strict=True)
+    return [(is_learned, [i for _, i in group]) for is_learned, group in itertools.groupby(pairs, lambda pair: pair[0])]
 
 
 def print_manifest(folder: Path, console: Console) -> None:

@@ -11,12 +11,14 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from unspoken.config import AdaptiveLatentConfig, RecyclerConfig, scaled_init
+from unspoken.data.chat_windows import ChatWindows
+from unspoken.data.conversations import read_examples, split
 from unspoken.data.mixing import mix, mixture_fingerprint
 from unspoken.data.packing import PackedDataset
 from unspoken.data.pauses import PausedWindows, pause_id, paused_fingerprint, text_vocabulary, with_pause
 from unspoken.data.task_windows import HELD_OUT, TaskWindows, task_of, task_tokenizer
 from unspoken.data.tasks import Task, parse_task
-from unspoken.data.tokenizer import document_end_id, tokenizer_fingerprint
+from unspoken.data.tokenizer import document_end_id, load_existing, tokenizer_fingerprint
 from unspoken.data.tokens import TokenShards, check_embedding_rows, check_same_tokenizer
 from unspoken.data.windows import Windows
 from unspoken.errors import UnspokenError, UsageError, nearest
@@ -26,7 +28,7 @@ from unspoken.models.convert import METHODS, convert
 from unspoken.models.knobs import closed_gate, takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import load_source
-from unspoken.train.recipe import METHOD_FIELDS, ModelSection, Recipe, SourceSection
+from unspoken.train.recipe import METHOD_FIELDS, ConversationsSection, ModelSection, Recipe, SourceSection
 
 # Said once, when an adapter or a gate is made.
 OF_NEW_PARTS = ("adapter_norm", "feedback", "router", "router_bias", "exit_gate")
@@ -55,6 +57,8 @@ def open_data(recipe: Recipe) -> Data:
     """
     if recipe.data.task is not None:
         return _task(recipe, parse_task(recipe.data.task))
+    if recipe.data.conversations is not None:
+        return _conversations(recipe, recipe.data.conversations)
     try:
         return _texts(recipe, recipe.data.text_sources)
     except UsageError as error:
@@ -69,6 +73,33 @@ def _task(recipe: Recipe, task: Task) -> Data:
         raise UsageError(f"data.{error}") from error
     held_out = TaskWindows(task, length, HELD_OUT_SEED, HELD_OUT) if recipe.train.eval_every else None
     return Data(train, held_out, task_tokenizer(task), task.fingerprint(), f"data.task: {task.name}")
+
+
+def _conversations(recipe: Recipe, section: ConversationsSection) -> Data:
+    """Rows to answer, in the model's own tokenizer."""
+    name = section.tokenizer or recipe.model.from_pretrained
+    if name is None:
+        raise UsageError("data.conversations.tokenizer: a new model needs one; give a folder or `smollm2`")
+    tokenizer, length = load_existing(name), recipe.data.sequence_length
+    examples = read_examples(section.files, tokenizer, length, section.on_bad_line)
+    if section.validation_files:
+        held_out = read_examples(section.validation_files, tokenizer, length, section.on_bad_line)
+    else:
+        examples, held_out = split(examples, section.validation_fraction)
+    for note in [*examples.notes(), *(f"held out: {note}" for note in held_out.notes())]:
+        print(f"note: {note}")
+    if not examples.rows:
+        raise UsageError("data.conversations.validation_fraction: all rows are held out")
+    if recipe.train.eval_every and not held_out.rows:
+        raise UsageError(
+            "data.conversations: no row is held out, so there is nothing to evaluate on; raise validation_fraction, "
+            "give validation_files, or set train.eval_every: 0"
+        )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else document_end_id(tokenizer)
+    train = ChatWindows(examples.rows, length, pad, recipe.run.seed)
+    validation = ChatWindows(held_out.rows, length, pad, shuffle=False) if recipe.train.eval_every else None
+    fingerprint = mixture_fingerprint([examples.fingerprint, held_out.fingerprint], [1, length])
+    return Data(train, validation, tokenizer, fingerprint, f"data.conversations: {section.files[0]}")
 
 
 def _texts(recipe: Recipe, sources: list[SourceSection]) -> Data:
@@ -115,6 +146,14 @@ def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
             f"max_position_embeddings, {longest}"
         )
     return model.train()
+
+
+def show_prompts(data: Data, config: Any) -> None:
+    """Have windows of rows to answer say what was asked, where the model recycles nothing into a prompt."""
+    is_asked = isinstance(config, RecyclerConfig) and config.num_prefill_passes == 1
+    for windows in (data.train, data.held_out):
+        if isinstance(windows, ChatWindows):
+            windows.has_prompt_mask = is_asked
 
 
 def _refuse_closed_router(model: Any) -> None:

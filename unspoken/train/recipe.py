@@ -4,6 +4,7 @@ The method's fields (`num_train_passes`, ...) have theirs in the model's configu
 transformers'; they are left None here and filled in `resolved.yaml`.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -164,15 +165,28 @@ class SourceSection(Section):
     weight: Positive = 1.0
 
 
+class ConversationsSection(Section):
+    """Rows to answer, see `data/conversations.py`. A fraction of them is held out unless `validation_files` are given.
+    `tokenizer` (a folder, `smollm2` or a hub name) is for a new model; a pretrained one brings its own."""
+
+    files: Annotated[list[Path], Field(min_length=1)]
+    validation_files: list[Path] | None = None
+    validation_fraction: Below1 = 0.02
+    tokenizer: str | None = None
+    on_bad_line: Literal["error", "skip"] = "error"
+
+
 class DataSection(Section):
-    """One of three: `path` is a folder written by `unspoken data prepare`, `sources` are several with weights, `task`
-    is a task of `unspoken/data/tasks.py` and its settings (`name: running_sum`, ...), which needs no files.
+    """One of four: `path` is a folder written by `unspoken data prepare`, `sources` are several with weights, `task`
+    is a task of `unspoken/data/tasks.py` and its settings (`name: running_sum`, ...), which needs no files;
+    `conversations` are rows to answer (`unspoken sft`).
 
     `pause_fraction` of a training window's tokens are pauses at random places (`data/pauses.py`)."""
 
     path: Path | None = None
     sources: Annotated[list[SourceSection], Field(min_length=1)] | None = None
     task: dict[str, Any] | None = None
+    conversations: ConversationsSection | None = None
     sequence_length: Annotated[int, _Number, Field(ge=2)] = 256
     pause_fraction: Below1 = 0.0
 
@@ -186,10 +200,10 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
-        if sum(origin is not None for origin in (self.path, self.sources, self.task)) != 1:
-            raise ValueError("give one of `path`, `sources` and `task`")
-        if self.task is not None and self.pause_fraction:
-            raise ValueError("`pause_fraction` is for text; a task's windows have their own form")
+        if sum(origin is not None for origin in (self.path, self.sources, self.task, self.conversations)) != 1:
+            raise ValueError("give one of `path`, `sources`, `task` and `conversations`")
+        if self.pause_fraction and (self.task or self.conversations):
+            raise ValueError("`pause_fraction` is for text; other windows have a form of their own")
         if self.sequence_length - round(self.pause_fraction * self.sequence_length) < 2:
             raise ValueError("`pause_fraction` leaves fewer than 2 tokens of text in a window")
         paths = [source.path.resolve() for source in self.sources or []]
@@ -247,6 +261,7 @@ class TrainSection(Section):
 
     total_tokens: Count | None = None
     max_steps: Count | None = None
+    num_epochs: Positive | None = None
     batch_size: Count = 8
     micro_batch_size: Count | None = None
     third_pass_fraction: Fraction = 0.0
@@ -273,8 +288,8 @@ class TrainSection(Section):
             raise ValueError("keep_gathered is for `parallel: fsdp`; otherwise nothing is gathered")
         if self.segmented_backward and self.parallel == "ddp":
             raise ValueError("segmented_backward is for `parallel: fsdp`; with ddp every process holds whole gradients")
-        if (self.total_tokens is None) == (self.max_steps is None):
-            raise ValueError("give `total_tokens` or `max_steps`, one of the two")
+        if sum(length is not None for length in (self.total_tokens, self.max_steps, self.num_epochs)) != 1:
+            raise ValueError("give one of `total_tokens`, `max_steps` and `num_epochs`")
         self.share(1)
         return self
 
@@ -327,7 +342,7 @@ class Recipe(Section):
                 raise ValueError(f"train.{key} is for `method: {owner}`, and this is `method: {method}`")
         if self.train.segmented_backward and method == "adaptive_recycler":
             raise ValueError("train.segmented_backward is for `method: recycler` alone")
-        if self.num_steps == 0:
+        if self.train.num_epochs is None and self.num_steps == 0:
             raise ValueError(f"train.total_tokens {self.train.total_tokens} is less than one step: {self.step_tokens}")
         return self
 
@@ -341,7 +356,18 @@ class Recipe(Section):
         """Optimizer steps of the run; tokens that do not fill a step are left out."""
         if self.train.max_steps is not None:
             return self.train.max_steps
+        if self.train.num_epochs is not None:
+            raise UsageError("train.num_epochs: how many steps they are is known once the data is open")
         return (self.train.total_tokens or 0) // self.step_tokens
+
+    def with_steps(self, num_windows: int) -> Self:
+        """With its epochs counted in steps, where it says so, over data of so many windows; the last one goes on with
+        the next epoch's windows."""
+        if (epochs := self.train.num_epochs) is None:
+            return self
+        steps = max(1, math.ceil(epochs * num_windows / self.train.batch_size))
+        train = self.train.model_copy(update={"num_epochs": None, "max_steps": steps})
+        return self.model_copy(update={"train": train})
 
     def check_processes(self, number: int) -> None:
         """Raise UsageError if so many processes cannot run it."""

@@ -57,6 +57,14 @@ def main(args: argparse.Namespace) -> int:
     return train(recipe, resume=args.resume, source=args.recipe)
 
 
+def sft(args: argparse.Namespace) -> int:
+    """`unspoken sft`: the same loop over rows to answer."""
+    recipe = load_recipe(Path(args.recipe), args.overrides)
+    if recipe.data.conversations is None:
+        raise UsageError(f"{args.recipe}: data.conversations: required for sft; `unspoken train` reads other data")
+    return train(recipe, resume=args.resume, source=args.recipe)
+
+
 def train(recipe: Recipe, resume: bool = False, source: str = "the recipe") -> int:
     """Run a recipe; `source` names it in errors. Under torchrun every process calls it."""
     folder = recipe.run.out
@@ -121,16 +129,17 @@ def _start(recipe: Recipe, resume: bool, device: "torch.device", ranks: "Ranks")
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from unspoken.train.build import open_data
+    from unspoken.train.build import open_data, show_prompts
     from unspoken.train.loop import TrainingLoop
     from unspoken.train.metrics import check_trackers, open_trackers
 
     disable_progress_bar()  # a bar for each checkpoint would break ours
     ranks.together(lambda: check_trackers(recipe.run.report_to))
     data = ranks.together(lambda: open_data(recipe))
-    folder = recipe.run.out
+    recipe, folder = recipe.with_steps(len(data.train)), recipe.run.out
     newest, cut = newest_checkpoint(folder, ranks) if resume else (None, [])
     model, values = ranks.together(lambda: _model(recipe, data, newest))
+    show_prompts(data, model.config)
     model.to(device)
     ranks.on_main(lambda: _begin_folder(folder, values, data))
     trackers = open_trackers(recipe.run.report_to, folder, dict(dotted(values))) if ranks.is_main else []

@@ -1,0 +1,173 @@
+"""Rows to answer: which of their tokens are learned, whatever template and tokenizer, and which rows are not used."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests import texts
+from unspoken import cli
+from unspoken.data.conversations import encode, read_examples, split
+from unspoken.errors import UnspokenError, UsageError
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "Three?"},
+    {"role": "assistant", "content": "Four."},
+]
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return texts.chat_tokenizer()
+
+
+def learned(example, tokenizer) -> list[str]:
+    """The stretches that are learned, as text."""
+    edges = np.flatnonzero(np.diff(example.is_target, prepend=False, append=False))
+    return [tokenizer.decode(example.ids[a:b]) for a, b in zip(edges[::2], edges[1::2])]
+
+
+def write(path, *rows) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def test_an_assistants_turns_are_learned_with_what_ends_them(tokenizer):
+    example = encode({"messages": MESSAGES}, tokenizer, "here")
+    assert learned(example, tokenizer) == ["Two.<|im_end|>", "Four.<|im_end|>"]
+    assert tokenizer.decode(example.ids) == tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+
+
+def test_a_template_that_marks_the_answers_says_the_same(tokenizer):
+    marked = texts.chat_tokenizer()
+    marked.chat_template = MARKED
+    for messages in (MESSAGES, MESSAGES[1:3]):
+        theirs, ours = (encode({"messages": messages}, one, "here") for one in (marked, tokenizer))
+        assert learned(theirs, tokenizer) == learned(ours, tokenizer)
+        assert tokenizer.decode(theirs.ids) == tokenizer.decode(ours.ids)
+
+
+def test_what_is_asked_is_read_as_generate_reads_it(tokenizer):
+    """The prompt by itself, so that no token straddles the place where the answer begins."""
+    example = encode({"messages": MESSAGES[:3]}, tokenizer, "here")
+    prompt = tokenizer.apply_chat_template(MESSAGES[:2], add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    assert example.ids[: len(ids)].tolist() == ids and not example.is_target[: len(ids)].any()
+    assert example.is_target[len(ids)]
+    plain = encode({"prompt": "2 +", "completion": " 2"}, tokenizer, "here")
+    asked = tokenizer("2 +").input_ids
+    assert plain.ids.tolist() == [*asked, *tokenizer(" 2", add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    assert plain.is_target.tolist() == [False] * len(asked) + [True] * (len(plain) - len(asked))
+
+
+def test_prompt_and_completion_may_be_messages(tokenizer):
+    """The answers in the prompt are part of what is asked."""
+    row = {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}
+    assert learned(encode(row, tokenizer, "here"), tokenizer) == ["Four.<|im_end|>"]
+
+
+def test_a_text_is_learned_whole(tokenizer):
+    example = encode({"text": "All of it."}, tokenizer, "here")
+    assert example.is_target.all() and example.ids[-1] == tokenizer.eos_token_id
+
+
+def test_padding_with_the_end_token_hides_no_end(tokenizer):
+    """B64."""
+    same = texts.chat_tokenizer()
+    same.pad_token = same.eos_token
+    example = encode({"prompt": "a", "completion": "b"}, same, "here")
+    assert example.is_target[-1] and example.ids[-1] == same.pad_token_id
+
+
+def test_a_template_that_rewrites_the_beginning_is_refused(tokenizer):
+    """B65: no mask can be told from it."""
+    other = texts.chat_tokenizer()
+    other.chat_template = "{{ messages | length }}" + texts.CHAT_TEMPLATE
+    with pytest.raises(UnspokenError, match=r"here: the chat template writes .* mark them in the template"):
+        encode({"messages": MESSAGES}, other, "here")
+    other.chat_template = "{{ raise_exception('no system') }}"
+    with pytest.raises(UnspokenError, match="here: the chat template refuses the conversation: no system"):
+        encode({"messages": MESSAGES}, other, "here")
+    other.chat_template = None
+    with pytest.raises(UsageError, match="here: messages need a chat template"):
+        encode({"messages": MESSAGES}, other, "here")
+
+
+def test_rows_are_cut_dropped_and_counted(tokenizer, tmp_path):
+    """B56: a prompt that fills the window leaves nothing to learn."""
+    long = {"prompt": "word " * 40, "completion": " end"}
+    end_cut = {"prompt": "a", "completion": " word" * 60}
+    good = {"prompt": "a", "completion": " b"}
+    found = read_examples([write(tmp_path / "rows.jsonl", long, end_cut, "", good)], tokenizer, 30)
+    assert [len(row) for row in found.rows] == [30, len(encode(good, tokenizer, ""))]
+    assert found.cut == 1 and sum(found.dropped.values()) == 1
+    assert found.rows[1].place == f"{tmp_path}/rows.jsonl:4"
+    notes = "\n".join(found.notes())
+    assert "1 rows left out: nothing to learn" in notes and "1 rows are longer than a window" in notes
+    with pytest.raises(UnspokenError, match="no row to learn from: 1 rows left out: nothing to learn"):
+        read_examples([write(tmp_path / "one.jsonl", long)], tokenizer, 30)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("{", "broken JSON"),
+        ("[1]", "not a JSON object but an array"),
+        ({"question": "a"}, "a row has messages, or prompt and completion, or text; this one has 'question'"),
+        ({"text": "a", "messages": MESSAGES}, "is one of messages"),
+        ({"text": 3}, "'text' is int, not a text"),
+        ({"text": "  "}, "'text' is empty or white space"),
+        ({"prompt": "a", "completion": " "}, "'completion' is empty"),
+        ({"prompt": "a", "completion": MESSAGES[4:]}, "both be texts or both be messages"),
+        ({"messages": []}, "'messages' is empty"),
+        ({"messages": "hello"}, "'messages' is str, not a list of messages"),
+        ({"messages": [{"role": "user"}]}, "message 1 is not an object"),
+        ({"messages": MESSAGES[:2]}, "no message is the assistant's"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(tokenizer, tmp_path, row, reason):
+    good = {"prompt": "a", "completion": " b"}
+    path = write(tmp_path / "rows.jsonl", good, "", row, good)
+    with pytest.raises(UnspokenError) as error:
+        read_examples([path], tokenizer, 30)
+    assert f"{path}:3: " in str(error.value) and reason in str(error.value)
+    found = read_examples([path], tokenizer, 30, on_bad_line="skip")
+    assert len(found.rows) == 2 and len(found.bad) == 1 and sum(found.dropped.values()) == 1
+
+
+def test_parquet_rows_are_read(tokenizer, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"prompt": "a", "completion": " b", "text": None}, {"prompt": None, "completion": None, "text": "c"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert len(read_examples([tmp_path / "rows.parquet"], tokenizer, 30).rows) == 2
+
+
+def test_equal_rows_fall_on_one_side(tokenizer, tmp_path):
+    rows = [{"prompt": f"{i % 40}", "completion": f" {i % 40}"} for i in range(200)]
+    found = read_examples([write(tmp_path / "rows.jsonl", *rows)], tokenizer, 30)
+    train, held_out = split(found, 0.3)
+    sides = [{row.ids.tobytes() for row in side.rows} for side in (train, held_out)]
+    assert not sides[0] & sides[1] and 5 < len(sides[1]) < 20
+    assert len(train.rows) + len(held_out.rows) == 200
+    assert split(found, 0.0)[1].rows == []
+
+
+def test_the_file_is_shown_coloured(tokenizer, tmp_path, capsys):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = write(tmp_path / "rows.jsonl", {"messages": MESSAGES}, {"prompt": "a", "completion": " b"})
+    show = ["data", "show", path, "--tokenizer", str(tmp_path / "tokenizer"), "--sequence-length", "100"]
+    assert not cli.main(show)
+    out = capsys.readouterr().out
+    assert "2 rows" in out and "Two.<|im_end|>" in out and "rows.jsonl:1" in out
+    assert cli.main(["data", "show", path]) == 2
+    assert "--tokenizer MODEL shows rows to answer" in capsys.readouterr().err
