@@ -81,7 +81,7 @@ def test_overrides_win_in_both_spellings(load):
         ("1.2e6", "2047", r"train.total_tokens 2047 is less than one step: 2048"),
         ("1e-4", "1e-4\n  warmup_steps: 3\n  warmup_fraction: 0.1", r"optim: give `warmup_steps` or"),
         ("{out: runs/x}", "{out: [", r"r.yaml:3: not valid YAML"),
-        ("path: data/x", "path: x, sources: [{path: y}]", r"r.yaml:5: data: give one of `path`, `sources`, `task` and `conversations`"),
+        ("path: data/x", "path: x, sources: [{path: y}]", r"r.yaml:5: data: give one of `path`"),
         (
             "{path: data/x}",
             "\n  sources:\n  - {path: x}\n  - path: y\n    wieght: 2",
