@@ -175,6 +175,84 @@ def test_trl_sft(packing, tokenizer, tmp_path):
     assert model.model.adapter.proj.weight.any()
 
 
+def apart(batch: dict) -> list[dict[str, torch.Tensor]]:
+    """The documents of TRL's batch, each without pads and neighbours."""
+    found = []
+    for ids, labels, row in zip(batch["input_ids"], batch["labels"], range(len(batch["input_ids"]))):
+        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+        size = len(ids) if mask is None else int(mask[row].sum())
+        starts = [0] if positions is None else (positions[row] == 0).nonzero()[:, 0].tolist()
+        for a, b in zip(starts, [*starts[1:], size]):
+            found.append({"input_ids": ids[None, a:b], "labels": labels[None, a:b]})
+    return found
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("num_prefill_passes", [1, 2])
+def test_our_sft_trainer_trains_every_pass_on_the_answers(packing, num_prefill_passes, tokenizer, tmp_path):
+    """Loss and gradients are those of our forward over the batch that TRL has made, each row by itself."""
+    from trl import SFTConfig
+
+    from unspoken import LatentSFTTrainer
+
+    model, seen = fresh_model(num_prefill_passes=num_prefill_passes), {}
+    model.model.adapter.proj.weight.data.normal_(std=0.1)
+    words = [text_of(random_ids(1, n, seed=i)).split() for i, n in enumerate(LENGTHS)]
+    halves = [{"prompt": " ".join(w[: len(w) // 2]), "completion": " " + " ".join(w[len(w) // 2 :])} for w in words]
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            seen.update({name: p.grad.clone() for name, p in model.named_parameters()})
+
+    arguments = SFTConfig(
+        tmp_path,
+        max_steps=1,
+        per_device_train_batch_size=1 if packing else 4,
+        gradient_accumulation_steps=8 if packing else 2,
+        packing=packing,
+        max_length=16,
+        max_grad_norm=0.0,
+        learning_rate=0.0,
+        bf16=False,
+        **{**QUIET, "logging_strategy": "steps", "logging_steps": 1},
+    )
+    trainer = LatentSFTTrainer(
+        model, arguments, train_dataset=Dataset.from_list(halves), processing_class=tokenizer, callbacks=[Keep()]
+    )
+    documents = [document for batch in trainer.get_train_dataloader() for document in apart(batch)]
+    trainer.train()
+    model.zero_grad()
+    count = sum(int((document["labels"][:, 1:] != -100).sum()) for document in documents)
+    total = torch.zeros(2)
+    for document in documents:
+        if num_prefill_passes == 1:
+            document["prompt_mask"] = document["labels"] == -100
+        output = model(**document, use_cache=False, num_items_in_batch=count)
+        output.loss.backward()
+        total += output.pass_losses
+    assert len(documents) == len(LENGTHS) and 0 < count < sum(len(w) for w in words)
+    for name, parameter in model.named_parameters():
+        close(seen[name], parameter.grad, 1e-5)
+    row = trainer.state.log_history[0]
+    assert row["loss"] == pytest.approx(float(total.sum()), rel=1e-4)
+    assert {"loss_pass_1", "loss_pass_2", "num_tokens"} <= row.keys()
+
+
+def test_our_sft_trainer_refuses_what_is_not_its_own(tokenizer, tmp_path):
+    from transformers import LlamaForCausalLM
+    from trl import SFTConfig
+
+    from unspoken import LatentSFTTrainer
+
+    data = Dataset.from_list([{"text": "w5 w6 w7"}])
+    with pytest.raises(ValueError, match="has the model's own loss"):
+        arguments = SFTConfig(tmp_path, loss_type="dft", **QUIET)
+        LatentSFTTrainer(fresh_model(), arguments, train_dataset=data, processing_class=tokenizer)
+    plain = LlamaForCausalLM(fresh_model().config.text_config)
+    with pytest.raises(TypeError, match="not a LlamaForCausalLM"):
+        LatentSFTTrainer(plain, SFTConfig(tmp_path, **QUIET), train_dataset=data, processing_class=tokenizer)
+
+
 def test_trl_grpo(tokenizer, tmp_path):
     """B51: rollouts with a cache although checkpointing is on, and no flood of warnings."""
     from trl import GRPOConfig, GRPOTrainer

@@ -187,8 +187,8 @@ def _fault(path: Path, number: int, row: dict[str, Any]) -> BadRow | None:
     if len([one for one in KINDS if set(one) <= row.keys()]) > 1:
         return BadRow(path, number, "ambiguous", "a row is one of messages, prompt and completion, and text")
     for name in kind:
-        if reason := _part_fault(name, row[name]):
-            return BadRow(path, number, "wrong_type", reason)
+        if fault := _part_fault(name, row[name]):
+            return BadRow(path, number, "wrong_type", fault)
     if kind == KINDS[1] and isinstance(row["prompt"], list) != isinstance(row["completion"], list):
         return BadRow(path, number, "wrong_type", "prompt and completion must both be texts or both be messages")
     messages = row.get("messages") or (row["completion"] if isinstance(row.get("completion"), list) else None)
