@@ -190,7 +190,7 @@ def _eval(commands) -> None:
         commands,
         "eval",
         "unspoken.eval.run:main",
-        "Loss, perplexity and bits per byte of text, right answers of a task, by pass and exactly; or tasks of lm-eval.",
+        "Loss, perplexity and bits per byte of text, or right answers of tasks, by pass and exactly.",
     )
     p.add_argument("model", nargs="?", help="model folder")
     p.add_argument("--data", help="folder written by `data prepare` (default: the task the model was trained on)")

@@ -67,6 +67,7 @@ class UnspokenLM(HFLM):
             )
         (setting,) = settings_of(self.latent_model, [knobs])
         self.knobs = setting.knobs
+        self.num_cut = 0  # texts so far that lost their beginning, to fit into the context
         self.num_passes = _num_passes(self.latent_model, num_passes)
         self.call_options = setting.options | ({} if self.num_passes is None else {"num_passes": self.num_passes})
 
@@ -107,7 +108,22 @@ class UnspokenLM(HFLM):
             raise UnspokenError(
                 f"an answer to be scored has {longest} tokens, more than the model's context of {self.max_length}"
             )
+        lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+        self.num_cut += sum(length > self.max_length + 1 for length in lengths)
         return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
+        if left_truncate_len:
+            self.num_cut += int((mask.sum(-1) > left_truncate_len).sum())
+            ids, mask = ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
+        return ids, mask
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         with torch.no_grad(), self._autocast():

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -46,12 +47,14 @@ class Score:
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """A run of the command; `args` are its options, `names` the tasks and suites that it names."""
+    """A run of the command; `args` are its options, `names` the tasks and suites that it names. num_cut: by task, how
+    many texts lost their beginning to fit into the model's context."""
 
     args: argparse.Namespace
     names: list[str]
     lm: UnspokenLM
     scores: list[Score]
+    num_cut: dict[str, int]
     seconds: float
 
     @property
@@ -91,18 +94,21 @@ def print_table(evaluation: TaskEvaluation, console: Console) -> None:
     knobs = "" if lm.knobs is None else "".join(f", {name} {value}" for name, value in vars(lm.knobs).items())
     title = f"{evaluation.args.model}: lm-eval {version('lm_eval')}{knobs}"
     console.print(title, highlight=False, soft_wrap=True)
-    table = Table()
-    for name in ("task", "shots", "n", "metric", "value", "depth"):
-        justify: Any = "right" if name in ("shots", "n", "value") else "left"
-        table.add_column(name, justify=justify, no_wrap=name in ("task", "metric"))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
+    for name in ("task", "shots", "n", "metric", "value", "±", "depth"):
+        is_number = name in ("shots", "n", "value", "±")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for name, score, metric in evaluation.lines:
-        of_all = f" of {score.num_documents:,}" if score.num_scored < score.num_documents else ""
+        of_all = f"/{score.num_documents}" if score.num_scored < score.num_documents else ""
         value, error = _shown(score.metrics[metric]), score.stderr.get(metric)
-        spread = f" ± {_shown(HALF_INTERVAL * error)}" if error is not None else ""
-        cells = (f"{score.num_scored:,}{of_all}", metric.removesuffix(",none"), value + spread, score.depth)
-        table.add_row(name, str(score.shots), *cells)
+        spread = "" if error is None else _shown(HALF_INTERVAL * error)
+        number = f"{score.num_scored}{of_all}"
+        table.add_row(name, str(score.shots), number, metric.removesuffix(",none"), value, spread, score.depth)
     table.caption = "±: half the 95 % interval, of lm-eval's standard error"
     console.print(table)
+    for task, num_cut in evaluation.num_cut.items():
+        cut = f"{task}: {num_cut} texts lost their beginning, to fit into the model's context of {lm.max_length} tokens"
+        console.print(cut, highlight=False, soft_wrap=True)
     for row in evaluation.missing:
         console.print(f"not measured: {row.row}: {row.missing}", highlight=False, soft_wrap=True)
 
@@ -122,6 +128,7 @@ def as_dict(evaluation: TaskEvaluation) -> dict[str, Any]:
         "limit": args.limit,
         "chat_template": args.chat,
         "max_length": lm.max_length,
+        "texts_cut": evaluation.num_cut,
         "seconds": round(evaluation.seconds, 3),
         "model": model_facts(lm.latent_model, args.model),
         "versions": versions() | {name: version(name) for name in ("lm_eval", "datasets")},

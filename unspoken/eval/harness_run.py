@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval.evaluator import evaluate as lm_evaluate
+from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import handle_non_serializable
 from rich.console import Console
 
@@ -42,8 +43,14 @@ def evaluate(args: argparse.Namespace, out: Path) -> int:
     loaded = load(wanted, manager)
     check(loaded, lm, args.max_new_tokens, args.confirm_run_unsafe_code)
     start = time.perf_counter()
-    scores = [score for one in loaded for score in _run(one, lm, args, out)]
-    evaluation = TaskEvaluation(args, names, lm, scores, time.perf_counter() - start)
+    scores: list[Score] = []
+    num_cut: dict[str, int] = {}
+    for one in loaded:
+        before = lm.num_cut
+        scores += _run(one, lm, args, out)
+        if lm.num_cut > before:
+            num_cut[str(one.wanted)] = lm.num_cut - before
+    evaluation = TaskEvaluation(args, names, lm, scores, num_cut, time.perf_counter() - start)
     print_table(evaluation, Console())
     path = out / RESULTS
     path.write_text(_json(finite(as_dict(evaluation)), indent=1) + "\n", encoding="utf-8")
@@ -58,7 +65,7 @@ def load_lm(args: argparse.Namespace) -> UnspokenLM:
     if not getattr(require_tokenizer(tokenizer, args.model), "chat_template", None) and args.chat:
         raise UsageError(f"--chat: the tokenizer of {args.model} has no chat template")
     knobs = knobs_of(args)[-1]  # the model's own threshold, or the one that was given
-    with _lm_eval_says(logging.ERROR):  # it would warn that the model is loaded already
+    with _quiet_lm_eval():
         return UnspokenLM(model, args.num_passes, **asdict(knobs), tokenizer=tokenizer, batch_size=args.batch_size)
 
 
@@ -86,7 +93,7 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 
 def _run(loaded: Loaded, lm: UnspokenLM, args: argparse.Namespace, out: Path) -> list[Score]:
-    with seeded(), _lm_eval_says(logging.WARNING), redirect_stdout(sys.stderr):
+    with seeded(), _quiet_lm_eval(), redirect_stdout(sys.stderr):
         results: Any = lm_evaluate(
             lm,
             loaded.tasks,
@@ -112,12 +119,13 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 @contextmanager
-def _lm_eval_says(level: int) -> Iterator[None]:
-    """Nothing below this level; and its resampling stays in this process instead of one for each core."""
+def _quiet_lm_eval() -> Iterator[None]:
+    """Without a warning that the model is loaded already, and one for each text that is cut: those are counted. And its
+    resampling stays in this process, where it would start one for each core."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    logger = logging.getLogger("lm_eval")
+    logger = logging.getLogger(HFLM.__module__)
     before = logger.level
-    logger.setLevel(level)
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:

@@ -30,6 +30,9 @@ class Wanted:
     name: str
     shots: int | None = None
 
+    def __str__(self) -> str:
+        return self.name if self.shots is None else f"{self.name} with {self.shots} examples"
+
 
 @dataclass(frozen=True)
 class Loaded:
