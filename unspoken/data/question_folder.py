@@ -97,9 +97,9 @@ def write(tasks: dict[str, Questions], folder: Path, place: Path) -> dict[str, i
         if task.examples:
             paths["train"] = f"{name}.examples.jsonl"
             _write_rows(folder / paths["train"], task.examples)
-        template = files("unspoken.data.question_files").joinpath(f"{task.template}.yaml").read_text(encoding="utf-8")
+        template = files("unspoken.data").joinpath("question_files", f"{task.template}.yaml")
         sources = json.dumps({"data_files": {split: str(place / path) for split, path in paths.items()}})
-        task_file = template.replace("@FILES@", sources).replace("@NAME@", name)
+        task_file = template.read_text(encoding="utf-8").replace("@FILES@", sources).replace("@NAME@", name)
         (folder / f"{name}.yaml").write_text(task_file, encoding="utf-8")
         counts[f"{GROUP}-{name}"] = len(task.rows)
     group = {"group": GROUP, "task": list(counts), "metadata": {"version": 1.0}}

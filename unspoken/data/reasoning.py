@@ -17,7 +17,7 @@ Problems = dict[str, list[dict[str, str]]]
 
 def shipped_problems() -> Problems:
     """Rows of `question` and `answer` by data set."""
-    lines = files("unspoken.data.question_files").joinpath(SHIPPED).read_text(encoding="utf-8").splitlines()
+    lines = files("unspoken.data").joinpath("question_files", SHIPPED).read_text(encoding="utf-8").splitlines()
     problems: Problems = {name: [] for name in NAMES}
     for line in lines:
         row = json.loads(line)
