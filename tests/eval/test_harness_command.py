@@ -9,7 +9,8 @@ from lm_eval.tasks import TaskManager
 
 from tests import texts
 from unspoken import cli
-from unspoken.eval import harness_report, harness_tasks
+from unspoken.errors import UsageError
+from unspoken.eval import harness_report, harness_tasks, lm_eval
 from unspoken.eval.suites import Row, Suite
 
 ROOMY = {"max_position_embeddings": 2048}
@@ -201,6 +202,18 @@ def test_without_lm_eval_the_command_says_what_to_install(folders, questions, ca
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert run(folders["recycler"], questions, "local-text") == (2, None)
     assert "run `pip install 'unspoken[eval]'`" in capsys.readouterr().err
+
+
+def test_lm_evals_own_command_tells_our_errors(monkeypatch, capsys):
+    def fail():
+        raise UsageError("num_pases")
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", fail)
+    assert lm_eval.main() == 2 and capsys.readouterr().err == "unspoken: error: num_pases\n"
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
+    assert lm_eval.main() == 0
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    assert lm_eval.main() == 2 and "unspoken[eval]" in capsys.readouterr().err
 
 
 def test_a_model_must_be_given(capsys):
