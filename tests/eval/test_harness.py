@@ -1,6 +1,7 @@
 """lm-eval's model of ours: against prefixes one at a time, `generate` and our own perplexity, at every depth."""
 
 import numpy as np
+import peft
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -216,6 +217,15 @@ def test_an_answer_that_does_not_fit_is_named(lm_of):
     """lm-eval dies of an assertion without a word."""
     with pytest.raises(UnspokenError, match="more than the model's context of 128"):
         ask(lm_of(), "loglikelihood", [("a", " b" * 200)])
+
+
+def test_a_model_with_lora_is_asked_at_the_same_depth(lm_of, tokenizer):
+    """A new adapter of peft changes nothing."""
+    model = peft.get_peft_model(texts.text_model(), peft.LoraConfig(target_modules=["q_proj"]))
+    for num_passes in (1, "exact"):
+        lm = UnspokenLM(model, num_passes, tokenizer=tokenizer, batch_size=3)
+        np.testing.assert_allclose(scores(lm), scores(lm_of(num_passes=num_passes)), atol=TOLERANCE)
+    assert lm.latent_model is model.get_base_model()
 
 
 def test_lm_eval_knows_the_models_by_name(model_folder):
