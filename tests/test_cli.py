@@ -35,6 +35,7 @@ def test_the_commands_are_frozen():
         "data",
         "data prepare",
         "data validate",
+        "data questions",
         "train",
         "launch",
         "export",

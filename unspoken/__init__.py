@@ -1,7 +1,7 @@
 """Unspoken: language models that think between tokens.
 
 Importing this package is light: names load when they are first used, and the latent models enter transformers'
-Auto classes at the moment those are imported, before or after.
+Auto classes, and lm-eval's list of models, at the moment those are imported, before or after.
 """
 
 import importlib
@@ -64,3 +64,9 @@ def _register_configs(_configuration_auto) -> None:
 @wrapt.when_imported("transformers.models.auto.modeling_auto")
 def _register_models(_modeling_auto) -> None:
     importlib.import_module("unspoken.models").register()
+
+
+@wrapt.when_imported("lm_eval.models")
+def _register_with_lm_eval(_models) -> None:
+    registry = importlib.import_module("lm_eval.api.registry").model_registry
+    registry.register("unspoken", target="unspoken.eval.harness:UnspokenLM")

@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.overrides = unknown
     if not sys.stderr.isatty():  # transformers' bars would fill a log with their steps
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_MININTERVAL", "30")  # lm-eval's cannot be turned off
     module, _, function = args.handler.partition(":")
     try:
         return getattr(importlib.import_module(module), function)(args) or 0
@@ -137,6 +138,19 @@ def _data(commands) -> None:
     p.add_argument("--num-windows", type=int, default=3, help="decoded training windows to print")
     p.add_argument("--sequence-length", type=int, default=128, help="tokens in a window")
 
+    p = _command(
+        actions,
+        "questions",
+        "unspoken.data.question_folder:main",
+        "Make small tasks for lm-eval (`unspoken eval --tasks`) out of prepared text.",
+    )
+    p.add_argument("data", help="folder written by `data prepare`")
+    p.add_argument("--out", required=True, help="folder to write; it stays usable where it is made")
+    p.add_argument("--num", type=int, default=500, help="questions of each task, at most")
+    p.add_argument("--reasoning", action="append", metavar="NAME", help="data set of reasoning-gym; may be repeated")
+    p.add_argument("--seed", type=int, default=0, help="decides which questions, where there are more")
+    p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
+
 
 def _train(commands) -> None:
     p = _command(
@@ -190,13 +204,25 @@ def _eval(commands) -> None:
         commands,
         "eval",
         "unspoken.eval.run:main",
-        "Loss, perplexity and bits per byte of text, or right answers of a task, by pass and exactly.",
+        "Loss, perplexity and bits per byte of text, or right answers of tasks, by pass and exactly.",
     )
-    p.add_argument("model", help="model folder")
+    p.add_argument("model", nargs="?", help="model folder")
     p.add_argument("--data", help="folder written by `data prepare` (default: the task the model was trained on)")
-    p.add_argument("--num-passes", type=int, default=4, help="parallel passes 1..N to evaluate")
+    p.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval and suites of the papers, separated by commas")
+    p.add_argument("--list-suites", action="store_true", help="show the papers' suites, row by row")
+    p.add_argument(
+        "--num-passes",
+        type=_count_or("exact"),
+        help="parallel passes 1..N to evaluate (default: 4); with --tasks this one depth, a number or `exact` "
+        "(default: as the model's config says of prompts)",
+    )
     p.add_argument("--no-exact", action="store_true", help="skip the exact recurrence (sequential)")
-    p.add_argument("--batch-size", type=int, help="sequences at once (default: 8 of text, 250 samples of a task)")
+    p.add_argument(
+        "--batch-size",
+        type=_count_or("auto"),
+        help="sequences at once (default: 8, or 250 samples of a task that the model was trained on); with --tasks "
+        "also `auto`",
+    )
     _latent_options(p, each_threshold=True)
     p.add_argument("--out", help="folder for results and plots (default: the model folder)")
     text = p.add_argument_group("text (with --data)")
@@ -204,12 +230,35 @@ def _eval(commands) -> None:
     text.add_argument("--depth", type=int, help="depth curve up to this recycle depth (default 0: none)")
     text.add_argument("--sequence-length", type=int, help="default: 256")
     text.add_argument("--max-sequences", type=int, help="default: 64")
-    task = p.add_argument_group("task (without --data)")
+    task = p.add_argument_group("task that the model was trained on (without --data)")
     task.add_argument(
         "--length", type=int, action="append", help="may be repeated (default: 1, 1.5, 2 and 4 times the trained one)"
     )
     task.add_argument("--samples", type=int, help="of each length (default: 1000)")
+    _lm_eval_options(p.add_argument_group("tasks of lm-eval (with --tasks)"))
     _model_options(p)
+
+
+def _lm_eval_options(group) -> None:
+    """Defaults stand in `eval/run.py`: None tells an option that was not given."""
+    yes = {"action": "store_const", "const": True}
+    group.add_argument("--num-fewshot", type=int, help="examples before each question (default: the task's number)")
+    group.add_argument("--limit", type=float, help="so many documents of each task, or below 1 such a share: to try it")
+    group.add_argument("--max-new-tokens", type=int, help="of an answer that is generated (default: as the task says)")
+    group.add_argument("--include-path", metavar="FOLDER", help="task files of yours, or of `unspoken data questions`")
+    group.add_argument("--chat", **yes, help="put each question into the model's chat template")
+    group.add_argument("--log-samples", **yes, help="also write every question and answer, one file for each task")
+    group.add_argument("--confirm-run-unsafe-code", **yes, help="let tasks run the programs that the model writes")
+
+
+def _count_or(word: str):
+    """A whole number, or that word."""
+
+    def parse(text: str) -> int | str:
+        return text if text == word else int(text)
+
+    parse.__name__ = f"number or `{word}`"
+    return parse
 
 
 def _sampling_options(parser) -> None:

@@ -1,10 +1,12 @@
 """`unspoken eval`: a table of losses by pass and exactly, the depth curve, eval.json and two plots.
 
 An interrupted run prints and writes what it has, as eval.partial.json, and leaves an older eval.json alone. Without
---data, a model that was trained on a task is evaluated on that: `task_run.py`.
+--data, a model that was trained on a task is evaluated on that: `task_run.py`. With --tasks, on tasks of lm-eval:
+`harness_run.py`.
 """
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +19,57 @@ from unspoken.data.pauses import text_vocabulary
 from unspoken.data.tokens import TokenShards, check_embedding_rows
 from unspoken.errors import UnspokenError, UsageError
 from unspoken.eval import task_run
+from unspoken.eval.lm_eval import missing
 from unspoken.eval.perplexity import Scores, prepare_scores, score, work
 from unspoken.eval.report import Evaluation, print_table, write
 from unspoken.eval.rows import cut_rows
 from unspoken.eval.settings import knobs_of, settings_of
+from unspoken.eval.suites import print_suites
+from unspoken.models.knobs import option
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.load import check_model, load_model
 
 INTERRUPTED = 130
-# The options that go with --data and those that go without, each with its default.
-OF_TEXT: dict[str, Any] = {"split": "val", "depth": 0, "sequence_length": 256, "max_sequences": 64, "batch_size": 8}
-OF_TASK: dict[str, Any] = {"length": [], "samples": 1000, "batch_size": 250}
+# What is evaluated: how it is asked for, and the options that go with it, each with its default.
+TEXT, OWN_TASK, TASKS = "--data FOLDER", "the task that a model was trained on, so without --data", "--tasks NAMES"
+OPTIONS: dict[str, dict[str, Any]] = {
+    TEXT: {
+        "num_passes": 4,
+        "split": "val",
+        "depth": 0,
+        "sequence_length": 256,
+        "max_sequences": 64,
+        "batch_size": 8,
+    },
+    OWN_TASK: {"num_passes": 4, "length": [], "samples": 1000, "batch_size": 250},
+    TASKS: {
+        "num_passes": None,
+        "num_fewshot": None,
+        "limit": None,
+        "max_new_tokens": None,
+        "include_path": None,
+        "chat": False,
+        "log_samples": False,
+        "confirm_run_unsafe_code": False,
+        "batch_size": 8,
+    },
+}
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.list_suites:
+        print_suites(Console())
+        return 0
+    if args.model is None:
+        args.parser.error("give a model folder")
     knobs_of(args)  # refuses what cannot be meant
+    if args.tasks is not None and args.data is not None:
+        raise UsageError("--tasks and --data are two evaluations; give one of them")
+    settle(args, TASKS if args.tasks is not None else OWN_TASK if args.data is None else TEXT)
+    if args.tasks is not None:
+        return _evaluate_tasks(args)
     if args.data is None:
-        _settle(args, OF_TASK, OF_TEXT, "--data FOLDER")
         return task_run.evaluate(args, _output_folder(args))
-    _settle(args, OF_TEXT, OF_TASK, "the task that a model was trained on, so without --data")
     if args.depth < 0:
         raise UsageError(f"--depth is {args.depth}; it must be at least 1, or 0 for no curve")
     if args.depth and args.exit_threshold:
@@ -43,14 +77,29 @@ def main(args: argparse.Namespace) -> int:
     return _evaluate_text(args, _output_folder(args))
 
 
-def _settle(args: argparse.Namespace, own: dict[str, Any], others: dict[str, Any], belongs_to: str) -> None:
+def settle(args: argparse.Namespace, mode: str) -> None:
     """Put defaults in place; an option that would have no effect is refused."""
-    for name in others.keys() - own.keys():
-        if getattr(args, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} is for {belongs_to}")
+    own = OPTIONS[mode]
+    for other, options in OPTIONS.items():
+        for name in options.keys() - own.keys():
+            if getattr(args, name) is not None:
+                raise UsageError(f"{option(name)} is for {other}")
     for name, default in own.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    for name, word in (("num_passes", "exact"), ("batch_size", "auto")):
+        if mode != TASKS and getattr(args, name) == word:
+            raise UsageError(f"{option(name)} {word} is for {TASKS}; here it is a number")
+
+
+def _evaluate_tasks(args: argparse.Namespace) -> int:
+    try:
+        harness_run = importlib.import_module("unspoken.eval.harness_run")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("unspoken"):
+            raise
+        raise UsageError(f"--tasks: {missing(error)}") from error
+    return harness_run.evaluate(args, _output_folder(args))
 
 
 def _evaluate_text(args: argparse.Namespace, out: Path) -> int:
@@ -76,7 +125,7 @@ def _evaluate_text(args: argparse.Namespace, out: Path) -> int:
 
 
 def _output_folder(args: argparse.Namespace) -> Path:
-    if args.num_passes < 1:
+    if isinstance(args.num_passes, int) and args.num_passes < 1:
         raise UsageError(f"--num-passes is {args.num_passes}; it must be at least 1")
     check_model(args.model)
     out = Path(args.out or args.model)
