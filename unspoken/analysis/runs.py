@@ -18,6 +18,7 @@ RESOLVED, SUMMARY, EVALUATION, VERIFICATION, GENERATIONS = (
     "verify.json",
     "generations.jsonl",
 )
+TASK_SCORES = "eval_tasks.json"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,14 @@ def read_run(folder: Path, name: str = "", wanted: tuple[str, ...] = (RESOLVED, 
         "generations": read(GENERATIONS, _json_lines, []),
     }
     return Run(name or folder.name, folder, **parts, missing=tuple(missing))
+
+
+def read_task_scores(folder: Path) -> dict[str, Any] | None:
+    """What `unspoken eval --tasks` has left in a folder; None where it is not there or damaged."""
+    try:
+        return _json_with_keys("rows")(folder / TASK_SCORES)
+    except (OSError, ValueError):
+        return None
 
 
 def _with_keys(value: Any, *keys: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import handle_non_serializable
 from rich.console import Console
 
+from unspoken.analysis.runs import TASK_SCORES
 from unspoken.decode.sampling import require_tokenizer
 from unspoken.errors import UsageError
 from unspoken.eval.harness import UnspokenLM
@@ -30,7 +31,6 @@ from unspoken.eval.report import finite
 from unspoken.eval.settings import knobs_of
 from unspoken.models.load import load_model
 
-RESULTS = "eval_tasks.json"
 NUM_RESAMPLES = 1000  # for the standard error of what is no mean: a perplexity
 
 
@@ -52,7 +52,7 @@ def evaluate(args: argparse.Namespace, out: Path) -> int:
             num_cut[str(one.wanted)] = lm.num_cut - before
     evaluation = TaskEvaluation(args, names, lm, scores, num_cut, time.perf_counter() - start)
     print_table(evaluation, Console())
-    path = out / RESULTS
+    path = out / TASK_SCORES
     path.write_text(_json(finite(as_dict(evaluation)), indent=1) + "\n", encoding="utf-8")
     print(f"written: {path}")
     return 0

@@ -2,7 +2,7 @@
 
 OUT/recipes/RUN.yaml     the recipe of a run (an arm with a seed)
 OUT/runs/RUN/            what `unspoken train` left
-OUT/evals/RUN/           what `unspoken eval` left; OUT/evals/RUN-other/ that on text of another kind
+OUT/evals/RUN/           what `unspoken eval` left; RUN-other/ that on text of another kind, RUN-tasks/ of lm-eval
 OUT/commands/            how each command went
 """
 
@@ -18,7 +18,8 @@ from unspoken.paper.pipeline import Stage
 from unspoken.paper.study import TextSection
 from unspoken.train.folder import MODEL
 
-OTHER = "other-data"
+OTHER, QUESTIONS = "other-data", "questions"
+QUICK_LIMIT, TASK_SECONDS = 4, 40.0  # questions of a task with --quick; of lm-eval's start and a small model's answers
 START_SECONDS = 6.0  # of a command, before it does anything
 SECONDS_PER_PASS_TOKEN = 1.2e-4  # and run of the backbone, of the small model of recipes/demo, trained on one core
 QUICK_CORPUS, QUICK_TOKENIZER = ("stdlib",), "bpe:512"  # a pretrained model keeps its own tokenizer
@@ -46,14 +47,17 @@ class Plan:
         study = self.arms.study.file
         stages = [Stage(study.title, study.question, lanes, at_once)]
         if self.arms.makes_text:
-            texts = [self.prepare(), *([self.prepare_other()] if self.has_other_text else [])]
+            texts = [self.prepare()]
+            texts += [self.prepare_other()] if self.has_other_text else []
+            texts += [self.prepare_questions()] if self.has_tasks else []
             stages.insert(0, Stage("Text", "What all runs read.", [texts]))
         return stages
 
     def commands(self, run: Run) -> list[Command]:
         """Those of a run, in their order."""
         commands = [self.train(run), self.evaluate(run)]
-        return [*commands, self.evaluate_other(run)] if self.has_other_text else commands
+        commands += [self.evaluate_other(run)] if self.has_other_text else []
+        return [*commands, self.evaluate_tasks(run)] if self.has_tasks else commands
 
     @property
     def has_other_text(self) -> bool:
@@ -81,6 +85,24 @@ class Plan:
         words = ["data", "prepare", *_repeated("--corpus", self.text.corpus)]
         words += ["--tokenizer", self.text.tokenizer, "--out", str(folder)]
         return Command("data", tuple(words), folder, 10)
+
+    @property
+    def has_tasks(self) -> bool:
+        return bool(self.arms.study.file.tasks) and self.arms.makes_text
+
+    def prepare_questions(self) -> Command:
+        """Tasks for lm-eval, out of the held-out text."""
+        folder = self.out / QUESTIONS
+        words = ("data", "questions", str(self.out / DATA), "--out", str(folder))
+        return Command(QUESTIONS, words, folder, 20, needs=("data",))
+
+    def evaluate_tasks(self, run: Run) -> Command:
+        folder = self.out / "evals" / f"{run.name}-tasks"
+        words = ["eval", str(self.out / "runs" / run.name / MODEL), "--tasks", ",".join(self.arms.study.file.tasks)]
+        words += ["--include-path", str(self.out / QUESTIONS), "--batch-size", str(self.eval.batch_size)]
+        words += ["--limit", str(QUICK_LIMIT)] if self.arms.is_quick else []
+        words += ["--out", str(folder)]
+        return Command(f"{run.name}-tasks", tuple(words), folder, TASK_SECONDS, needs=(run.name, QUESTIONS))
 
     def prepare_other(self) -> Command:
         """The text of another kind, in the tokens of the training text."""

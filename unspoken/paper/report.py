@@ -22,6 +22,8 @@ from unspoken.paper.latent import CAPTION as LATENT_CAPTION
 from unspoken.paper.latent import latent_tables, plot_latent_lengths
 from unspoken.paper.pipeline import Pipeline, duration
 from unspoken.paper.results import COUNTED, Found, Results, decoding_loss, mean_curve, mean_loss
+from unspoken.paper.tasks import CAPTION as TASK_CAPTION
+from unspoken.paper.tasks import task_tables
 
 RESULTS, TABLE, REPORT = "results.json", "table.md", "report.html"
 MAX_FINDINGS = 6  # sentences at the top of a report
@@ -112,6 +114,7 @@ def markdown(results: Results) -> str:
         *answer_tables(results),
         *latent_tables(results),
         *domain_tables(results),
+        *task_tables(results),
         *cost_tables(results),
         comparison_rows(results),
     ]
@@ -153,6 +156,7 @@ def _html(results: Results, drawn: Sequence[Plot], pipeline: Pipeline) -> str:
         *(Section("Right answers", [Table(*answers, CAPTION)]) for answers in answer_tables(results)),
         *(Section("Latent steps", [Table(*steps, LATENT_CAPTION)]) for steps in latent_tables(results)),
         *(Section("Text of another kind", [Table(*rows, DOMAIN_CAPTION)]) for rows in domain_tables(results)),
+        *(Section("Tasks", [Table(*rows, TASK_CAPTION)]) for rows in task_tables(results)),
         *(Section("Costs", [Table(*costs, COST_CAPTION)]) for costs in cost_tables(results)),
         Section("Differences", [Table(*comparison_rows(results)), Text(READ_WITH_CARE, "soft")]),
         Section("Plots", [Figures([(svg, caption) for _, svg, caption in drawn])]),

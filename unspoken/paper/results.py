@@ -12,7 +12,7 @@ from typing import Any
 
 from unspoken.analysis.compare import Evaluation, deployed
 from unspoken.analysis.flops import RunFlops, run_flops
-from unspoken.analysis.runs import EVALUATION, RESOLVED, SUMMARY, read_run
+from unspoken.analysis.runs import EVALUATION, RESOLVED, SUMMARY, read_run, read_task_scores
 from unspoken.analysis.runs import Run as RunFolder
 from unspoken.analysis.seeds import SeedDifference, seed_difference
 from unspoken.errors import UnspokenError
@@ -35,6 +35,7 @@ class Result:
     records: Sequence[Record] = ()
     missing: str = ""
     other: Evaluation | None = None
+    tasks: dict[str, Any] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -170,6 +171,7 @@ class Results:
             "depth_curve": (result.evaluation or {}).get("depth_curve"),
             "task": (result.evaluation or {}).get("task"),
             "other_text": (result.other or {}).get("results"),
+            "tasks": (result.tasks or {}).get("rows"),
             "made_with": recipe.pop("made_with", None),
             "recipe": recipe,
         }
@@ -220,11 +222,13 @@ def _read(run: Run, plan: Plan, pipeline: Pipeline) -> Result:
             record = pipeline.record(command.name)
             return Result(run, missing=record.status if record and record.status != "done" else "not run")
     folder = read_run(commands[0].output, run.arm, wanted=(RESOLVED, SUMMARY))
-    evaluated, *others = [read_run(command.output, wanted=(EVALUATION,)) for command in commands[1:]]
+    evaluated = read_run(commands[1].output, wanted=(EVALUATION,))
     if folder.summary is None or evaluated.evaluation is None:
         return Result(run, missing="; ".join(folder.missing + evaluated.missing))
     records = [record for command in commands if (record := pipeline.record(command.name))]
-    return Result(run, folder, evaluated.evaluation, records, other=others[0].evaluation if others else None)
+    other = read_run(commands[2].output, wanted=(EVALUATION,)).evaluation if plan.has_other_text else None
+    tasks = read_task_scores(commands[-1].output) if plan.has_tasks else None
+    return Result(run, folder, evaluated.evaluation, records, other=other, tasks=tasks)
 
 
 def _finite(value: float) -> float | None:

@@ -59,7 +59,8 @@ class EvalSection(Section):
 class StudyFile(Section):
     """The keys of study.yaml.
 
-    other_text: corpora of another kind, on which every model is evaluated too. baseline: an arm that every other is
+    other_text: corpora of another kind, on which every model is evaluated too. tasks: of lm-eval, made of the held-out
+    text (`unspoken data questions`). baseline: an arm that every other is
     compared with, beside what `compare` says. budgets: training tokens of the base, one set of runs for each. costs: a
     table of what training and decoding cost. quick_arms: those of `--quick`, all unless given. cpu_seconds: what the
     whole cost where it was tried. paper: the paper's own settings and numbers, shown beside ours.
@@ -71,6 +72,7 @@ class StudyFile(Section):
     base: str | dict[str, Any]
     text: TextSection = TextSection()
     other_text: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
     arms: Annotated[dict[str, dict[str, Any] | None], Field(min_length=1)]
     seeds: Annotated[tuple[CountOrNone, ...], Field(min_length=1)] = (0, 1)
     budgets: tuple[Count, ...] = ()
