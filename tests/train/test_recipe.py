@@ -166,6 +166,4 @@ def test_arms_of_a_comparison_differ_in_the_method_alone():
         "run.out",
         "model.method",
         "model.num_train_passes",
-        "model.pass_loss_reduction",
-        "optim.adapter_learning_rate_factor",
     }

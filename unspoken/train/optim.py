@@ -5,8 +5,9 @@
     plain       norms, biases, routers of latent steps     no              base
     adapter     the adapter, whole                         no              base * factor
 
-Embeddings are decayed, as is usual where they are the head too (GPT-2's successors, nanoGPT). Why the adapter differs:
-it starts at zero and is added to the embedding; at the full rate it outgrows the embedding before it carries anything.
+Embeddings are decayed, as is usual where they are the head too (GPT-2's successors, nanoGPT). The adapter starts at
+zero and is not pulled back there. Its factor is 1: with embeddings of RMS 1 (`model.init: scaled`) the full rate is
+best (docs/lab_log.md); beside the families' usual small embeddings it outgrows them before it carries anything.
 """
 
 from collections.abc import Iterator

@@ -225,7 +225,7 @@ class OptimSection(Section):
     weight_decay: NotNegative = 0.1
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     eps: Positive = 1e-8
-    adapter_learning_rate_factor: NotNegative = 0.3
+    adapter_learning_rate_factor: NotNegative = 1.0
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_steps: CountOrNone | None = None
     warmup_fraction: Fraction | None = None
