@@ -38,6 +38,7 @@ _NAMES = {
     "RecursionsForCausalLM": "models.recursions",
     "VanillaModel": "models.vanilla",
     "VanillaForCausalLM": "models.vanilla",
+    "LatentGRPOTrainer": "rl.trainer",
     "LatentSFTTrainer": "train.sft_trainer",
     "convert": "models.convert",
     "export_backbone": "models.convert",

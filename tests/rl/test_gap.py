@@ -1,0 +1,34 @@
+"""The gap's numbers by hand."""
+
+import math
+
+import pytest
+import torch
+
+from unspoken.rl.gap import RolloutGap, truncated_weights
+
+SCORED = torch.tensor([[-1.0, -2.0, -9.0], [-1.5, -1.0, -0.5]])
+SAMPLED = torch.tensor([[-1.2, -1.9, 0.0], [-1.5, -1.0, -0.2]])
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+def test_tokens_and_completions_by_hand():
+    gap = RolloutGap.of(SCORED, SAMPLED, MASK)
+    assert gap.mean == pytest.approx((0.2 - 0.1 - 0.3) / 5)
+    assert gap.mean_abs == pytest.approx((0.2 + 0.1 + 0.3) / 5)
+    assert gap.max_abs == pytest.approx(0.3)
+    assert gap.ratio == pytest.approx((math.exp(0.05) + math.exp(-0.1)) / 2)
+    assert gap.ratio_spread == pytest.approx(0.1)
+
+
+def test_no_token_is_no_gap():
+    assert vars(RolloutGap.of(SCORED, SAMPLED, torch.zeros_like(MASK))) == {
+        "mean": 0.0, "mean_abs": 0.0, "max_abs": 0.0, "ratio": 1.0, "ratio_spread": 0.0
+    }  # fmt: skip
+
+
+def test_weights_are_ratios_between_two_limits():
+    weights = truncated_weights(SCORED, SAMPLED, MASK, 2.0)
+    torch.testing.assert_close(weights, torch.tensor([0.05, -0.1]).exp())
+    far = truncated_weights(SCORED + torch.tensor([[9.0], [-9.0]]), SAMPLED, MASK, 2.0)
+    assert far.tolist() == [2.0, 0.5]

@@ -1,0 +1,203 @@
+"""GSPO on TRL: the loss by hand, the rollouts' probabilities by the slow recurrence, and the gap between the two."""
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.equivalence.test_trainers import QUIET, text_of, tokenizer  # noqa: F401
+from tests.families import EOS, PAD, adaptive_model, random_ids, tiny_model
+from unspoken.errors import UnspokenError
+from unspoken.rl.trainer import LatentGRPOTrainer
+
+PROMPTS = [text_of(random_ids(1, n, seed=n)) for n in (4, 7)]
+
+
+def fresh(method: str = "recycler", **fields):
+    text = {"eos_token_id": EOS, "tie_word_embeddings": True}
+    if method == "adaptive":
+        return adaptive_model("llama", torch.float32, text=text, exit_threshold=0.15, router_bias=0.3)
+    model = tiny_model("llama", torch.float32, text=text, **fields)
+    model.model.adapter.proj.weight.data.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def trainer_of(model, tokenizer, tmp_path, reward=None, options=None, **arguments):  # noqa: F811
+    from trl import GRPOConfig
+
+    given = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "importance_sampling_level": "sequence",
+        "loss_type": "grpo",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+        "beta": 0.0,
+        "bf16": False,
+        "learning_rate": 0.0,
+        "max_grad_norm": 0.0,
+        **QUIET,
+        **arguments,
+    }
+    if reward is None:
+
+        def reward(completion_ids, **columns):
+            return [float(sum(ids) % 7) for ids in completion_ids]
+
+    data = Dataset.from_dict({"prompt": PROMPTS * 4})
+    return LatentGRPOTrainer(
+        model, reward, GRPOConfig(tmp_path, **given), train_dataset=data, processing_class=tokenizer, **(options or {})
+    )
+
+
+def rollout(trainer) -> dict:
+    torch.manual_seed(0)
+    trainer.model.train()
+    rows = next(iter(trainer.get_train_dataloader()))
+    return trainer._generate_and_score_completions(rows)
+
+
+def log_probabilities(model, prompt: list[int], completion: list[int], temperature: float, **options) -> list[float]:
+    """One row, without pads."""
+    ids = torch.tensor([prompt + completion])
+    with torch.no_grad():
+        logits = model.eval()(ids, use_cache=False, **options).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).tolist()
+
+
+def rows_of(batch: dict):
+    for i in range(len(batch["prompt_ids"])):
+        prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist()
+        yield i, prompt, batch["completion_ids"][i][batch["completion_mask"][i].bool()].tolist()
+
+
+@pytest.mark.parametrize("prefill", [1, 2])
+def test_rollouts_are_taken_down_as_the_recurrence_samples_them(prefill, tokenizer, tmp_path):  # noqa: F811
+    """Against a model that reads the prompt by so many passes, and then decodes token by token."""
+    model = fresh(num_prefill_passes=prefill)
+    trainer = trainer_of(model, tokenizer, tmp_path, temperature=0.7)
+    batch = rollout(trainer)
+    for i, prompt, completion in rows_of(batch):
+        options = {"num_passes": len(prompt + completion)}
+        if prefill == 1:
+            options["prompt_mask"] = torch.tensor([[True] * len(prompt) + [False] * len(completion)])
+        else:  # two passes over the prompt, and the recurrence behind it
+            options = {"num_passes": 2, "num_recurrent": len(completion)}
+        expected = log_probabilities(model, prompt, completion, 0.7, **options)
+        torch.testing.assert_close(
+            batch["sampling_per_token_logps"][i][: len(completion)], torch.tensor(expected), rtol=1e-4, atol=1e-4
+        )
+    row = trainer._metrics["train"]
+    assert row["rollout/tokens_per_second"][0] > 0 and row["completions/empty_ratio"][0] < 1
+
+
+@pytest.mark.parametrize("prefill", [1, 2])
+@pytest.mark.parametrize("passes", ["exact", 2])
+def test_the_gap_is_what_the_passes_leave(passes, prefill, tokenizer, tmp_path):  # noqa: F811
+    """B97: what the rollout computed leaves none; two passes over all do. The gradient of an exact score flows."""
+    model = fresh(num_prefill_passes=prefill)
+    trainer = trainer_of(model, tokenizer, tmp_path, options={"num_scoring_passes": passes})
+    batch = rollout(trainer)
+    gap = trainer.last_gap
+    if passes == "exact":
+        assert gap.max_abs < 1e-4 and abs(gap.ratio - 1) < 1e-5
+        model.gradient_checkpointing_disable()
+        trainer.current_gradient_accumulation_steps = 1
+        trainer._compute_loss(model.train(), batch).backward()
+        assert model.model.adapter.proj.weight.grad.abs().max() > 0
+    else:
+        assert gap.mean_abs > 1e-3
+    assert trainer._metrics["train"]["gap/mean_abs"] == [gap.mean_abs]
+    assert batch["advantages"].abs().sum() > 0
+
+
+def test_with_one_prefill_pass_enough_scoring_passes_are_the_recurrence(tokenizer, tmp_path):  # noqa: F811
+    trainer = trainer_of(fresh(num_prefill_passes=1), tokenizer, tmp_path, options={"num_scoring_passes": 16})
+    rollout(trainer)
+    assert trainer.last_gap.max_abs < 1e-4
+
+
+def test_an_adaptive_model_scores_what_it_decodes(tokenizer, tmp_path):  # noqa: F811
+    trainer = trainer_of(fresh("adaptive"), tokenizer, tmp_path, gradient_checkpointing=False)
+    rollout(trainer)
+    assert trainer.last_gap.max_abs < 1e-4
+
+
+def test_the_loss_by_hand(tokenizer, tmp_path):  # noqa: F811
+    """B94: unequal lengths, ratios on both sides of the clip; loss and gradients."""
+    model = fresh()
+    trainer = trainer_of(model, tokenizer, tmp_path)
+    trainer.current_gradient_accumulation_steps = 1
+    prompts, completions = random_ids(3, 4, seed=1), random_ids(3, 8, seed=2)
+    mask = torch.tensor([[1] * 8, [1] * 3 + [0] * 5, [1] * 2 + [0] * 6])
+    completions = completions.masked_fill(mask == 0, PAD)
+    inputs = {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": completions,
+        "completion_mask": mask,
+        "advantages": torch.tensor([1.0, -0.5, 2.0]),
+    }
+    model.train()
+    logps = torch.stack([
+        torch.tensor(log_probabilities(model, p.tolist(), c.tolist(), 1.0, num_passes=2))
+        for p, c in zip(prompts, completions)
+    ])  # fmt: skip
+    inputs["old_per_token_logps"] = logps + torch.tensor([[0.0001], [-0.01], [-0.01]])
+    loss = trainer._compute_loss(model.train(), inputs)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    total = 0.0
+    for i, length in enumerate(mask.sum(-1).tolist()):
+        ids = torch.cat([prompts[i], completions[i, :length]])[None]
+        logits = model(ids, num_passes=2, use_cache=False).logits[0, 3:-1]
+        own = logits.log_softmax(-1).gather(1, completions[i, :length, None]).squeeze(1)
+        ratio = torch.exp((own - inputs["old_per_token_logps"][i, :length]).mean())
+        advantage = inputs["advantages"][i]
+        total = total - torch.min(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage) / 3
+    total.backward()
+    torch.testing.assert_close(loss, total, rtol=1e-4, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_equal_rewards_move_nothing(tokenizer, tmp_path):  # noqa: F811
+    """B91."""
+    model = fresh()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    options = {"learning_rate": 0.1, "weight_decay": 0.0}
+    trainer = trainer_of(model, tokenizer, tmp_path, lambda completion_ids, **c: [1.0] * len(completion_ids), **options)
+    trainer.train()
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    rows = [row for row in trainer.state.log_history if "frac_reward_zero_std" in row]
+    assert not rows or rows[0]["frac_reward_zero_std"] == 1.0
+
+
+def test_the_gap_has_a_limit(tokenizer, tmp_path):  # noqa: F811
+    options = {"gap_limit": 1e-6}
+    with pytest.raises(UnspokenError, match=r"nats a token, above its limit of 1e-06: score with more passes"):
+        rollout(trainer_of(fresh(), tokenizer, tmp_path, options=options))
+    plain = rollout(trainer_of(fresh(), tokenizer, tmp_path))
+    trainer = trainer_of(fresh(), tokenizer, tmp_path, options={**options, "on_gap": "correct"})
+    corrected = rollout(trainer)
+    assert torch.equal(plain["completion_ids"], corrected["completion_ids"])
+    weights = corrected["advantages"] / plain["advantages"]
+    assert ((weights >= 0.5) & (weights <= 2.0)).all() and (weights != 1).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ({"top_p": 0.9}, {}, "top_p=0.9: the rollout would sample from another distribution"),
+        ({"top_k": 20}, {}, "top_k=20"),
+        ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),
+        ({}, {"on_gap": "ignore"}, "on_gap must be 'stop' or 'correct'"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, options, message, tokenizer, tmp_path):  # noqa: F811
+    with pytest.raises(ValueError, match=message):
+        trainer_of(fresh(), tokenizer, tmp_path, options=options, **arguments)

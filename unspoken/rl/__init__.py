@@ -1,0 +1,1 @@
+"""Reinforcement learning of latent models on TRL: rollouts by the recurrence, the policy scored by parallel passes."""

@@ -1,0 +1,224 @@
+"""TRL's GRPO trainer for latent models: one depth for old and new policy, and a gap to the rollout that is seen.
+
+    rollout     generate(): the prompt by `num_prefill_passes`, then the recurrence, in batches over a cache
+    scoring     the policy's log-probabilities, new and old, by one forward of k passes ("exact": the recurrence)
+    gap         how far scoring is from what sampled, at every batch of rollouts: `rl/gap.py`
+
+TRL takes the old policy's log-probabilities for the new one's where no step lies between them: the ratio is then 1 by
+construction, and a gap invisible. Here it is measured, and has a limit. GSPO is
+`GRPOConfig(importance_sampling_level="sequence", loss_type="grpo", beta=0.0, epsilon=3e-4, epsilon_high=4e-4)`.
+
+Source: Recycler section 3.2.3, Eq. 5-7; GSPO (arXiv 2507.18071).
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from trl import GRPOTrainer
+
+from unspoken.errors import UnspokenError
+from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.recycler import RecyclerForCausalLM
+from unspoken.rl.gap import RolloutGap, truncated_weights
+
+
+class LatentGRPOTrainer(GRPOTrainer):
+    """As `trl.GRPOTrainer`, with `gap/...` and `rollout/tokens_per_second` in the log.
+
+    num_scoring_passes: k, by default the model's `num_train_passes`; or "exact", what the rollout computed: its prefill
+        passes over the prompt, then the recurrence over the completion, token by token. For audits.
+    num_prefill_passes: of a rollout's prompt; by default the model's. With 1, no state is recycled into the prompt when
+        k passes score it.
+    gap_limit: of the mean |d_t| in nats; above it, `on_gap`: "stop" ends the run, "correct" weighs each completion by
+    its ratio, at most `correction_limit` and at least the inverse.
+
+    Raises:
+        TypeError: the model is no latent one.
+        ValueError: settings under which the rollout would sample from another distribution than the one that is scored
+            (top_p, top_k, min_p, repetition_penalty), vLLM, or passes that the model has not.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        num_scoring_passes: int | str | None = None,
+        num_prefill_passes: int | None = None,
+        gap_limit: float | None = None,
+        on_gap: Literal["stop", "correct"] = "stop",
+        correction_limit: float = 2.0,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        latent: Any = self.accelerator.unwrap_model(self.model)
+        latent = latent.get_base_model() if hasattr(latent, "get_base_model") else latent  # peft wraps it
+        if not isinstance(latent, LatentForCausalLM):
+            raise TypeError(
+                f"LatentGRPOTrainer trains latent models, not a {type(latent).__name__}: use trl.GRPOTrainer"
+            )
+        _check_sampling(self.args)
+        if on_gap not in ("stop", "correct"):
+            raise ValueError(f"on_gap must be 'stop' or 'correct', got {on_gap!r}")
+        self.gap_limit, self.on_gap, self.correction_limit = gap_limit, on_gap, correction_limit
+        self.scoring: int | str | None = None
+        self.rollout_options: dict[str, Any] = {}
+        if isinstance(latent, RecyclerForCausalLM):
+            config: Any = latent.config
+            self.scoring = num_scoring_passes or config.num_train_passes
+            self.rollout_options["num_passes"] = num_prefill_passes or config.num_prefill_passes
+        elif num_scoring_passes not in (None, 1, "exact") or num_prefill_passes not in (None, 1):
+            raise ValueError(f"a {latent.config.model_type} model has one pass")
+        self.last_gap: RolloutGap | None = None
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
+        """TRL's rollout, with the log-probability of each token that was sampled."""
+        model: Any = self.accelerator.unwrap_model(self.model)
+        began = time.perf_counter()
+        with _recorded(model, self.temperature, self.rollout_options) as recorder:
+            completion_ids, _ = super()._generate_single_turn(*args, **kwargs)
+        mode = "train" if model.training else "eval"
+        num_tokens = sum(map(len, completion_ids))
+        self._metrics[mode]["rollout/tokens_per_second"].append(num_tokens / max(1e-9, time.perf_counter() - began))
+        lengths = [len(ids) for ids in completion_ids]
+        self._metrics[mode]["completions/empty_ratio"].append(sum(n <= 1 for n in lengths) / max(1, len(lengths)))
+        return completion_ids, recorder.log_probabilities(lengths)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **_images: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """By the scoring passes: log-probabilities and entropies [B, completion], and the experts' loss."""
+        found: list[Any] = []
+        for ids, mask in zip(
+            input_ids.split(batch_size or len(input_ids)),
+            attention_mask.split(batch_size or len(input_ids)),
+            strict=True,
+        ):
+            inputs = {"input_ids": ids, "attention_mask": mask, **self._depth(ids, logits_to_keep)}
+            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)  # as generate() counts them
+            if compute_aux_loss:
+                inputs["output_router_logits"] = True
+            labels = ids.masked_fill(mask == 0, -100)
+            labels[:, :-logits_to_keep] = -100
+            with self.accelerator.autocast():
+                found.append(model(**inputs, labels=labels, fused_lm_head=True))
+        logps = torch.cat([output.log_probs[:, -logits_to_keep:] for output in found])
+        entropies = torch.cat([output.entropy[:, -logits_to_keep:] for output in found]) if compute_entropy else None
+        aux_loss = torch.stack([output.aux_loss for output in found]).mean() if compute_aux_loss else None
+        return logps, entropies, aux_loss
+
+    def _depth(self, ids: Tensor, num_completion: int) -> dict[str, Any]:
+        """Arguments of a scoring forward over prompts and completions [B, T], the last tokens."""
+        if self.scoring is None:
+            return {}
+        if self.scoring == "exact":
+            return {**self.rollout_options, "num_recurrent": num_completion}
+        depth: dict[str, Any] = {"num_passes": self.scoring}
+        if self.rollout_options["num_passes"] == 1:
+            is_prompt = torch.arange(ids.shape[1], device=ids.device) < ids.shape[1] - num_completion
+            depth["prompt_mask"] = is_prompt.expand_as(ids)
+        return depth
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's, and the gap of these rollouts.
+
+        Raises:
+            UnspokenError: it is above the limit, and is to end the run.
+        """
+        batch = super()._generate_and_score_completions(inputs)
+        scored = batch.get("old_per_token_logps")
+        if scored is None:
+            scored = self._scored(batch)
+        sampled, mask = batch["sampling_per_token_logps"], batch["completion_mask"]
+        gathered = [self.accelerator.gather_for_metrics(self._padded(one)) for one in (scored, sampled, mask)]
+        self.last_gap = RolloutGap.of(*gathered)
+        model: Any = self.model
+        mode = "train" if model.training else "eval"
+        for name, value in vars(self.last_gap).items():
+            self._metrics[mode][f"gap/{name}"].append(value)
+        if self.gap_limit is not None and self.last_gap.mean_abs > self.gap_limit:
+            if self.on_gap == "stop":
+                raise UnspokenError(
+                    f"the gap between rollouts and scoring is {self.last_gap.mean_abs:.4f} nats a token, above its "
+                    f"limit of {self.gap_limit}: score with more passes (or exact), or correct for it"
+                )
+            batch["advantages"] = batch["advantages"] * truncated_weights(scored, sampled, mask, self.correction_limit)
+        return batch
+
+    @torch.no_grad()
+    def _scored(self, batch: dict[str, Any]) -> Tensor:
+        """The rollouts' log-probabilities by the policy that sampled them, [B, completion]."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        rows = self.args.per_device_train_batch_size
+        count = batch["completion_ids"].shape[1]
+        return self._get_per_token_logps_and_entropies(self.model, ids, mask, count, rows)[0]
+
+    def _padded(self, values: Tensor) -> Tensor:
+        """As wide in every process: completions of other processes may be longer."""
+        return self.accelerator.pad_across_processes(values, dim=1)
+
+
+class _Recorder(LogitsProcessor):
+    """Takes down with what log-probability each token was sampled. Comes last among the processors that change logits,
+    and before temperature, which it applies itself."""
+
+    def __init__(self, temperature: float):
+        self.temperature = temperature
+        self.next: Tensor | None = None  # [B, V], of the token that is sampled now
+        self.found: list[Tensor] = []
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self.take(input_ids[:, -1])
+        self.next = (scores.float() / self.temperature).log_softmax(-1)
+        return scores
+
+    def take(self, tokens: Tensor) -> None:
+        if self.next is not None:
+            self.found.append(self.next.gather(1, tokens.unsqueeze(-1)).squeeze(-1))
+        self.next = None
+
+    def log_probabilities(self, lengths: list[int]) -> list[list[float]]:
+        """Of each row's first tokens, so many."""
+        rows = torch.stack(self.found, dim=1).tolist()
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+@contextmanager
+def _recorded(model: Any, temperature: float, options: dict[str, Any]) -> Iterator[_Recorder]:
+    """Meanwhile the model's generate() has these options, and is taken down."""
+    recorder, original = _Recorder(temperature), model.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Tensor:
+        sequences = original(*args, **kwargs, **options, logits_processor=LogitsProcessorList([recorder]))
+        recorder.take(sequences[:, -1])
+        return sequences
+
+    model.generate = generate
+    try:
+        yield recorder
+    finally:
+        del model.generate
+
+
+def _check_sampling(args: Any) -> None:
+    neutral = {"top_p": (None, 1.0), "top_k": (None, 0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
+    for name, values in neutral.items():
+        if (value := getattr(args, name, None)) not in values:
+            raise ValueError(
+                f"{name}={value}: the rollout would sample from another distribution than the one that is scored; "
+                "leave it out (temperature is scored as it is sampled)"
+            )
+    if args.use_vllm:
+        raise ValueError("use_vllm: latent models are not served by vLLM here; rollouts are generate()'s")
