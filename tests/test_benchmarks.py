@@ -216,7 +216,12 @@ def test_loop_overhead_refuses_loops_that_train_differently(tmp_path, monkeypatc
     checks: list[str] = []
     rows = loop_overhead.measure("recycler", tmp_path, settings, checks)
     assert [row.arm for row in rows] == ["bare loop", "unspoken"] and rows[1].ratio.repeats == 2 and len(checks) == 1
-    monkeypatch.setattr(loop_overhead, "set_learning_rate", lambda *_: None)  # the adapter's is another than the rest's
+
+    def twice_as_fast(optimizer, rate, step):
+        for group in optimizer.param_groups:
+            group["lr"] = 2 * rate.at(step)
+
+    monkeypatch.setattr(loop_overhead, "set_learning_rate", twice_as_fast)
     (tmp_path / "recycler").rename(tmp_path / "finished")
     with pytest.raises(RedCheckError, match="same weights"):
         loop_overhead.measure("recycler", tmp_path, settings, [])

@@ -1,4 +1,4 @@
-"""Imports run one way, latent -> models -> {train, decode, eval, analysis} -> serve -> cli: by reading the source."""
+"""Imports run one way, latent -> models -> {train, decode, eval, analysis} -> {paper, rl} -> cli: read as source."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,8 @@ ALLOWED = {
     **ABOVE,
     "serve": {"config", "errors"},
     "paper": set(BELOW) | set(ABOVE),
-    "cli": set(BELOW) | set(ABOVE) | {"serve", "paper"},
+    "rl": set(BELOW) | set(ABOVE),
+    "cli": set(BELOW) | set(ABOVE) | {"serve", "paper", "rl"},
     "launch": set(BELOW) | set(ABOVE) | {"cli"},  # reads the command that every process will run
     "__init__": set(),
 }

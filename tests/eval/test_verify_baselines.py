@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from tests.baselines import CONFIGS, MIXTURES, RECURRENT, baseline
+from tests.baselines import CONFIGS, RECURRENT, baseline
 from tests.eval.test_verify_latent_steps import DECODE, failed
 from unspoken.eval.verify import verify
 from unspoken.latent.visibility import visible
 from unspoken.models import recursions, repeated, slotted
 
 
-@pytest.mark.parametrize("kind", [*CONFIGS, *MIXTURES])
+@pytest.mark.parametrize("kind", [*CONFIGS, "mor", "mor by experts with shared keys"])
 def test_a_sound_model_passes(kind):
     verification = verify(baseline(kind, "llama_tied"), seed=3)
     assert failed(verification) == []

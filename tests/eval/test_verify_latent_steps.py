@@ -10,7 +10,7 @@ from tests.families import adaptive_model, plain_model
 from unspoken import cli, convert, export_backbone
 from unspoken.eval.checks import BASE_CHECK, CHECKS, DRIFT_CHECK
 from unspoken.eval.verify import verify
-from unspoken.latent import visibility
+from unspoken.latent import active, visibility
 from unspoken.latent.slots import SlotTable
 from unspoken.models import adaptive, latent_steps
 
@@ -89,10 +89,8 @@ def documents_mixed(monkeypatch, model):
 
 
 def steps_have_positions(monkeypatch, model):
-    of = latent_steps._Active.of
-    monkeypatch.setattr(
-        latent_steps._Active, "of", lambda self, tensor: of(self, tensor) + (tensor.dtype == torch.long) * 1
-    )
+    of = active.Active.of
+    monkeypatch.setattr(active.Active, "of", lambda self, tensor: of(self, tensor) + (tensor.dtype == torch.long) * 1)
 
 
 BROKEN = [

@@ -90,11 +90,11 @@ def test_a_source_too_rare_for_a_block_is_refused(mixture):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"task": {"name": "running_sum"}, "path": "a"}, "give one of `path`, `sources` and `task`"),
+        ({"task": {"name": "running_sum"}, "path": "a"}, "give one of `path`, `sources`, `task` and `conversations`"),
         ({"task": {"name": "running_som"}}, r"unknown task 'running_som' \(did you mean 'running_sum'"),
         ({"task": {"name": "running_sum", "modulos": 7}}, r"no setting 'modulos' \(did you mean 'modulus'"),
-        ({}, "give one of `path`, `sources` and `task`"),
-        ({"path": "a", "sources": [{"path": "a"}]}, "give one of `path`, `sources` and `task`"),
+        ({}, "give one of `path`, `sources`, `task` and `conversations`"),
+        ({"path": "a", "sources": [{"path": "a"}]}, "give one of `path`, `sources`, `task` and `conversations`"),
         ({"sources": []}, "at least 1 item"),
         ({"sources": [{"path": "a"}, {"path": "b/../a"}]}, "is twice among `sources`"),
         ({"sources": [{"path": "a", "weight": 0}]}, "greater than 0"),

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from unspoken.errors import UnspokenError
+from unspoken.eval.report import TASK_SCORES
 from unspoken.train.metrics import JSONL, read_metrics
 
 RESOLVED, SUMMARY, EVALUATION, VERIFICATION, GENERATIONS = (
@@ -18,7 +19,6 @@ RESOLVED, SUMMARY, EVALUATION, VERIFICATION, GENERATIONS = (
     "verify.json",
     "generations.jsonl",
 )
-TASK_SCORES = "eval_tasks.json"
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import handle_non_serializable
 from rich.console import Console
 
-from unspoken.analysis.runs import TASK_SCORES
 from unspoken.decode.sampling import require_tokenizer
 from unspoken.errors import UsageError
 from unspoken.eval.harness import UnspokenLM
 from unspoken.eval.harness_report import Score, TaskEvaluation, as_dict, print_table, scores_of
 from unspoken.eval.harness_tasks import Loaded, check, find, load, seeded, wanted_tasks
-from unspoken.eval.report import finite
+from unspoken.eval.report import TASK_SCORES, finite
 from unspoken.eval.settings import knobs_of
 from unspoken.models.load import load_model
 

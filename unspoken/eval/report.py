@@ -28,6 +28,7 @@ from unspoken.models.latent_lm import LatentForCausalLM
 COMPLETE, PARTIAL = "eval.json", "eval.partial.json"
 PASSES_PLOT, DEPTH_PLOT = "eval_passes.png", "eval_depth.png"
 LATENT_COLUMNS = ("latent steps/token", "pruned")
+TASK_SCORES = "eval_tasks.json"  # of lm-eval
 _OPTIONS = ("data", "split", "num_passes", "depth", "sequence_length", "max_sequences", "batch_size", "device", "dtype")
 
 
