@@ -113,6 +113,7 @@ def test_from_a_recipe_to_a_prompt_that_pauses(recipe, tmp_path, capsys):
     [
         ({"pause_fraction": 1.0}, "pause_fraction"),
         ({"pause_fraction": 0.98}, "leaves fewer than 2 tokens"),
+        ({"pause_fraction": 0.01}, "less than one pause in a window"),
         ({"path": None, "task": {"name": "running_sum"}}, "`pause_fraction` is for text"),
     ],
 )

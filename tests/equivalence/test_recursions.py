@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 
-from tests.baselines import baseline
+from tests.baselines import baseline, oracle
 from tests.families import random_ids, text_config
 from tests.oracle import close
 from unspoken import RecursionsConfig
+from unspoken.train.norms import state_norms
 
 BY_EXPERTS = ["mor by experts", "mor by experts with shared keys"]
 FOUR = {"num_hidden_layers": 4}
@@ -147,3 +148,78 @@ def test_settings_that_cannot_be_are_refused(fields, message):
 def test_what_has_no_shape_is_refused(name):
     with pytest.raises(ValueError, match=name):
         baseline("mor")(random_ids(1, 4), **{name: True})
+
+
+def middle_runs(model, ids) -> int:
+    """How often the first of the middle layers runs in a training step."""
+    seen = []
+    hook = model.model.blocks()[1].input_layernorm.register_forward_pre_hook(lambda layer, given: seen.append(1))
+    model(ids, labels=ids).loss.backward()
+    hook.remove()
+    return len(seen)
+
+
+@pytest.mark.parametrize("kind", ["mor", *BY_EXPERTS])
+def test_checkpointing_computes_the_middle_layers_anew(kind):
+    model, ids = baseline(kind).train(), random_ids(2, 9, seed=7)
+    plain = middle_runs(model, ids)
+    model.gradient_checkpointing_enable()
+    assert middle_runs(model, ids) == 2 * plain > 2
+
+
+def test_experts_are_balanced_over_who_took_part_also_where_nobody_goes_on():
+    """Each run by itself, of real tokens; a recursion that only another process's tokens need counts for nothing."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as balance
+
+    model, ids = baseline("mor", "mixtral", output_router_logits=True).train(), random_ids(2, 7, seed=7)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    output = model(ids, attention_mask=mask, labels=ids)
+    latents, logits = output.latents, list(output.router_logits)
+    runs = [(logits[:1], mask.bool()), (logits[-1:], mask.bool())]
+    runs += [(logits[1 + 2 * i : 3 + 2 * i], taken) for i, taken in enumerate(latents.taken)]
+    assert len(latents.taken) == 3 and len(logits) == 2 + 2 * 3
+    expected = torch.stack([balance(tuple(one), 4, 2, taken) for one, taken in runs]).mean()
+    close(output.aux_loss, expected, 1e-10)
+    with torch.no_grad():
+        model.model.router.depth.weight.zero_()  # all depths alike: the first is chosen
+    model.model.goes_on_anywhere = lambda goes_on: True
+    alone = model(ids, labels=ids)
+    assert not alone.latents.lengths.any() and len(alone.latents.taken) == 3
+    assert alone.aux_loss.isfinite()
+    alone.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["mor", "mor by experts"])
+def test_rows_of_pads_have_no_loss(kind):
+    model, ids = baseline(kind).train(), random_ids(2, 5)
+    output = model(ids, attention_mask=torch.zeros_like(ids), labels=torch.full_like(ids, -100), num_items_in_batch=10)
+    assert output.loss == 0.0
+    output.loss.backward()
+
+
+def test_the_weight_of_an_output_is_the_configurations_now():
+    """Of a model that goes on with another setting, as a recipe may say."""
+    model, ids = baseline("mor"), random_ids(1, 6)
+    before = model(ids, use_cache=False).logits
+    model.config.router_scale = 0.3
+    changed = model(ids, use_cache=False).logits
+    assert not torch.allclose(before, changed)
+    close(changed, oracle(model, ids), 1e-10)
+
+
+def test_what_is_proposed_and_refused_is_rolled_back_in_windows_too():
+    model, ids = baseline("mor", "mistral"), torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]])
+    alike = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        expected = model.generate(ids, **alike)
+        assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **alike), expected)
+
+
+def test_the_first_runs_experts_are_logged():
+    model = baseline("mor", "qwen3_moe").train()
+    model.model.backbone.config.output_router_logits = True
+    batch = {"input_ids": random_ids(1, 9, seed=7), "position_ids": torch.arange(9)[None]}
+    row = state_norms(model, batch, 1)
+    assert 0 <= row["expert_load_min_pass_1"] <= 1 <= row["expert_load_max_pass_1"] <= 4

@@ -70,7 +70,7 @@ def recursions(base: RecursionsModel, inputs: Tensor) -> tuple[Tensor, list[int]
         assert isinstance(router, TokenChoice)
         probabilities = router.depth(state).softmax(-1).squeeze()
         depth = int(probabilities.argmax()) + 1
-        return depth, router.scale * probabilities[depth - 1]
+        return depth, config.scale * probabilities[depth - 1]
 
     def gate(state: Tensor, recursion: int) -> Tensor:
         assert isinstance(router, ExpertChoice)

@@ -138,6 +138,10 @@ def give_layers(cache: Cache, layers: list[Any], has: str, need: str, others: st
         raise CacheError(
             f"the cache holds {length} tokens of {others}. Pass a cache that this model returned, or an empty one."
         )
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):  # assisted decoding will roll it back
+        for layer in layers:
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
     cache.layers = layers
     cache.layer_class_to_replicate = None
 

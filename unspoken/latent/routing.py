@@ -18,16 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unspoken.config import RecursionsConfig
 from unspoken.latent.active import Active
 
 
 class TokenChoice(nn.Module):
     """One router for all recursions, asked once: [..., d] -> logits of depths 1..N."""
 
-    def __init__(self, hidden_size: int, num_recursions: int, scale: float):
+    def __init__(self, config: RecursionsConfig):
         super().__init__()
-        self.depth = nn.Linear(hidden_size, num_recursions, bias=False)
-        self.scale = scale
+        self.depth = nn.Linear(config.hidden_size, config.num_recursions, bias=False)
+        self.config = config
 
     def begin(self, states: Tensor, real: Tensor, by_share: bool) -> "DepthChoices":
         """The choices of a forward, from what enters the middle layers [B, T, d]; real bool [B, T]."""
@@ -41,7 +42,7 @@ class DepthChoices:
         logits = _precise(router.depth(states))
         self.first, probabilities = states, logits.softmax(-1)
         self.depths = logits.argmax(-1) + 1
-        self.weights = router.scale * probabilities.gather(-1, self.depths.unsqueeze(-1) - 1).squeeze(-1)
+        self.weights = router.config.scale * probabilities.gather(-1, self.depths.unsqueeze(-1) - 1).squeeze(-1)
         self._logits, self._probabilities, self._real = logits, probabilities, real
 
     def asks(self, recursion: int, states: Tensor, active: Active) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,8 @@ class DepthChoices:
     def loss(self, config: Any) -> Tensor:
         """How unequally depths are chosen (N sum P_i f_i, 1 where all are equal), and how large the logits are: means
         over the real tokens, each with its weight."""
+        if not self._real.any():
+            return self._logits.sum() * 0.0
         probabilities, logits = self._probabilities[self._real], self._logits[self._real]
         count = logits.shape[-1]
         chosen = F.one_hot(self.depths[self._real] - 1, count).to(probabilities.dtype)
@@ -75,10 +78,10 @@ class DepthChoices:
 class ExpertChoice(nn.Module):
     """A gate for each recursion: [..., d] -> its logit."""
 
-    def __init__(self, hidden_size: int, shares: list[float], scale: float):
+    def __init__(self, config: RecursionsConfig):
         super().__init__()
-        self.gates = nn.ModuleList(nn.Linear(hidden_size, 1, bias=False) for _ in shares)
-        self.shares, self.scale = shares, scale
+        self.gates = nn.ModuleList(nn.Linear(config.hidden_size, 1, bias=False) for _ in range(config.num_recursions))
+        self.config = config
 
     def logits(self, recursion: int, states: Tensor) -> Tensor:
         """Of a recursion's gate: [..., d] -> [...], at least float32."""
@@ -102,11 +105,11 @@ class GateChoices:
         if recursion > 1:
             goes = goes & (self._among_highest(recursion, logits, active) if self.by_share else logits > 0)
             self._asked.append((logits[active.taken], goes[active.taken]))
-        return goes, self.router.scale * logits.sigmoid()
+        return goes, self.router.config.scale * logits.sigmoid()
 
     def _among_highest(self, recursion: int, logits: Tensor, active: Active) -> Tensor:
         num_tokens = self.num_tokens if active.rows is None else self.num_tokens[active.rows]
-        count = (self.router.shares[recursion - 1] * num_tokens).long().clamp(min=1)
+        count = (self.router.config.shares[recursion - 1] * num_tokens).long().clamp(min=1)
         order = logits.masked_fill(~active.taken, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         return order.argsort(dim=-1) < count.unsqueeze(-1)
 
@@ -115,7 +118,8 @@ class GateChoices:
 
     def loss(self, config: Any) -> Tensor:
         """The cross-entropy between gates and who was taken: the mean over recursions of that over tokens asked."""
-        found = [F.binary_cross_entropy_with_logits(logits, taken.to(logits.dtype)) for logits, taken in self._asked]
+        asked = [(logits, taken) for logits, taken in self._asked if len(logits)]
+        found = [F.binary_cross_entropy_with_logits(logits, taken.to(logits.dtype)) for logits, taken in asked]
         return config.selection_weight * torch.stack(found).mean() if found else self.num_tokens.sum() * 0.0
 
     def unasked(self) -> Tensor | float:

@@ -43,6 +43,14 @@ class Recursions:
     num_outer: tuple[int, int] = (0, 0)  # expert router logits of the first and of the last layer
     loss: Tensor | None = None
 
+    def first_run(self, router_logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Of a forward's router logits those of each layer's first run, in the layers' order."""
+        first, last = self.num_outer
+        inner = router_logits[first : len(router_logits) - last]
+        return (
+            router_logits[:first] + inner[: len(inner) // len(self.taken)] + router_logits[len(router_logits) - last :]
+        )
+
     def sums(self, num_targets: int) -> dict[str, tuple[Tensor, Tensor]]:
         """For the log, each with what it is a mean over."""
         found = {"latent_length": (self.lengths.sum(), self.taken[0].sum())}
@@ -57,15 +65,16 @@ class RecursionsModel(LatentModel):
     config_class = RecursionsConfig
     config: RecursionsConfig
     _can_compile_fullgraph = False  # how many tokens go on is data
+    gradient_checkpointing = False  # transformers sets it
     goes_on_anywhere: Callable[[bool], bool] = staticmethod(bool)
     """Whether tokens go on in any process. Shards of a recursion must be gathered by all of them, or by none."""
 
     def __init__(self, config: RecursionsConfig):
         super().__init__(config)
         if config.recursion_router == "token_choice":
-            self.router: nn.Module = TokenChoice(config.hidden_size, config.num_recursions, config.scale)
+            self.router: nn.Module = TokenChoice(config)
         else:
-            self.router = ExpertChoice(config.hidden_size, config.shares, config.scale)
+            self.router = ExpertChoice(config)
         self.post_init()
 
     @can_return_tuple
@@ -143,7 +152,7 @@ class RecursionsModel(LatentModel):
     ) -> tuple[Recursions, list[Part], Tensor, list[Tensor]]:
         """From the states that enter the middle layers, [B, T, d], to those that leave them."""
         layers = range(1, self.config.num_hidden_layers - 1)
-        is_checkpointed = self.training and torch.is_grad_enabled() and getattr(self, "gradient_checkpointing", False)
+        is_checkpointed = self.training and torch.is_grad_enabled() and self.gradient_checkpointing
         is_shared = self.config.kv_mode == "shared"
         choices: Any = self.router.begin(entering, tokens.real, by_share)  # type: ignore[operator]
         earlier: list[Part] = [] if stored is None else [stored]
@@ -279,5 +288,7 @@ class RecursionsForCausalLM(LatentForCausalLM):
         between = logits[num_first : len(logits) - num_last]
         size = len(between) // len(recursions.taken)
         runs += [(between[i * size : (i + 1) * size], taken) for i, taken in enumerate(recursions.taken)]
-        losses = [self.balancing_loss(tuple(one), tokens) for one, tokens in runs if one]
-        return torch.stack(losses).mean()
+        losses = [
+            self.balancing_loss(tuple(one), tokens) for one, tokens in runs if one and (tokens is None or tokens.any())
+        ]
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=outputs.last_hidden_state.device)

@@ -61,7 +61,8 @@ class Plan:
 
     @property
     def has_other_text(self) -> bool:
-        return bool(self.arms.study.file.other_text) and self.arms.makes_text
+        """Not with --quick, whose own text is the one that is there without a download."""
+        return bool(self.arms.study.file.other_text) and self.arms.makes_text and not self.arms.is_quick
 
     def write_recipes(self) -> None:
         """Write each run's recipe, where it is not written yet."""

@@ -260,6 +260,10 @@ def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
             )
         setattr(source.config, field, value)
     config: Any = copy.deepcopy(source.config)
+    try:
+        config.check_fields()
+    except ValueError as error:
+        raise UsageError(f"model: {error}") from error
     with torch.device("meta"):
         wanted = {key: weight.shape for key, weight in type(source)(config).state_dict().items()}
     if wanted != shapes:

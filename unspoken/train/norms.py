@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from unspoken.models.backbone import family_of
 from unspoken.models.latent_lm import LatentForCausalLM, by_pass
+from unspoken.models.recursions import Recursions
 from unspoken.models.recycler import RecyclerModel
 from unspoken.train.metrics import Row
 
@@ -31,7 +32,10 @@ def state_norms(model: LatentForCausalLM, batch: dict[str, Tensor], num_passes: 
     if added and isinstance(base, RecyclerModel):
         row["adapter_to_embedding"] = _rms(added[-1]) * base.adapter_scale / max(embedding_rms, 1e-12)
     row |= {f"state_rms_pass_{i}": _rms(state) for i, state in enumerate(output.pass_hidden_states, start=1)}
-    return row | _expert_loads(model, output.router_logits, num_passes)
+    router_logits = output.router_logits
+    if isinstance(output.latents, Recursions) and router_logits is not None:
+        router_logits = output.latents.first_run(router_logits)
+    return row | _expert_loads(model, router_logits, num_passes)
 
 
 def _expert_loads(model: LatentForCausalLM, router_logits: tuple[Tensor, ...] | None, num_passes: int) -> Row:
@@ -43,9 +47,7 @@ def _expert_loads(model: LatentForCausalLM, router_logits: tuple[Tensor, ...] | 
     row: Row = {}
     num_layers = text_config.num_hidden_layers
     for i, layers in enumerate(by_pass(router_logits[: num_passes * num_layers], num_passes), start=1):
-        chosen = torch.stack(
-            [logits.topk(text_config.num_experts_per_tok, dim=-1).indices.flatten() for logits in layers]
-        )
+        chosen = [logits.topk(text_config.num_experts_per_tok, dim=-1).indices.flatten() for logits in layers]
         counts = torch.stack([layer.bincount(minlength=num_experts) for layer in chosen]).float()
         loads = counts / counts.mean(dim=-1, keepdim=True)
         row |= {f"expert_load_min_pass_{i}": float(loads.min()), f"expert_load_max_pass_{i}": float(loads.max())}

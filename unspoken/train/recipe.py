@@ -204,7 +204,10 @@ class DataSection(Section):
             raise ValueError("give one of `path`, `sources`, `task` and `conversations`")
         if self.pause_fraction and (self.task or self.conversations):
             raise ValueError("`pause_fraction` is for text; other windows have a form of their own")
-        if self.sequence_length - round(self.pause_fraction * self.sequence_length) < 2:
+        num_pauses = round(self.pause_fraction * self.sequence_length)
+        if self.pause_fraction and not num_pauses:
+            raise ValueError("`pause_fraction` is less than one pause in a window")
+        if self.sequence_length - num_pauses < 2:
             raise ValueError("`pause_fraction` leaves fewer than 2 tokens of text in a window")
         paths = [source.path.resolve() for source in self.sources or []]
         if twice := next((path for path in paths if paths.count(path) > 1), None):
