@@ -151,7 +151,8 @@ def test_a_run_of_another_version_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["none"], "no such run folder: none"),
+        (["none"], "no such run folder: "),
+        (["run", "--max-tokens", "0"], "--max-tokens is 0"),
         (["empty"], "holds nothing of a run"),
         (["run", "other/run"], "two of the runs are named run"),
         (["run", "--text", "none.txt"], "--text: cannot read none.txt"),

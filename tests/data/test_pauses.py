@@ -105,6 +105,9 @@ def test_from_a_recipe_to_a_prompt_that_pauses(recipe, tmp_path, capsys):
     start = {"from_pretrained": str(tmp_path / "plain" / "model")}
     goes_on = {**recipe, "run": {"out": str(tmp_path / "on")}, "model": start}
     assert train(goes_on, tmp_path / "on.yaml") == 0
+    kept = {**plain, "run": {"out": str(tmp_path / "kept")}, "model": {"from_pretrained": str(folder)}}
+    assert train(kept, tmp_path / "kept.yaml") == 0
+    assert cli.main(["generate", str(tmp_path / "kept" / "model"), "--prompt", "The", "--num-pauses", "2"]) == 0
     assert load_model(tmp_path / "on" / "model")[0].config.vocab_size == model.config.vocab_size
 
 

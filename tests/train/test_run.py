@@ -118,6 +118,10 @@ def test_a_resumed_run_cannot_become_another_one(command, tmp_path, capsys, monk
     monkeypatch.undo()
     assert cli.main([*command, "--resume", "--optim.learning_rate", "1e-3"]) == 2
     assert "optim.learning_rate is 0.001" in capsys.readouterr().err
+    for key, value in (("pass_loss_reduction", "sum"), ("num_train_passes", "3"), ("feedback", "gated")):
+        capsys.readouterr()
+        assert cli.main([*command, "--resume", f"--model.{key}", value]) == 2
+        assert key in capsys.readouterr().err
     assert cli.main([*command, "--resume", "--train.save_every", "5"]) == 0
 
 

@@ -37,12 +37,15 @@ STEEP_START = (0.0, 0.85)  # quantiles of a training curve that a plot shows
 def main(args: argparse.Namespace) -> int:
     """`unspoken report RUN...`: one page of all of them."""
     check_file("--out", args.out)
-    folders = [Path(folder) for folder in args.runs]
+    if args.max_tokens < 1:
+        raise UsageError(f"--max-tokens is {args.max_tokens}; it must be at least 1")
+    folders = [Path(folder).resolve() for folder in args.runs]
     names = [folder.name for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two of the runs are named {twice}; a report tells them apart by their folders' names")
     for run in map(read_run, folders):
-        if not any((run.recipe, run.summary, run.metrics, run.evaluation)):
+        is_model = (run.folder / "config.json").is_file()
+        if not is_model and not any((run.recipe, run.summary, run.metrics, run.evaluation)):
             raise UnspokenError(f"{run.folder} holds nothing of a run; give folders that `unspoken train` has written")
     reading = None
     if args.text is not None:

@@ -241,6 +241,8 @@ def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
     source, tokenizer = load_source(name, "float32")
     if tokenizer is not None:
         _check_tokenizer(tokenizer, data, name)
+    if tokenizer is not None and pause_id(tokenizer) is not None:
+        with_pause(data.tokenizer)  # what the model knows it keeps
     if pause_id(data.tokenizer) is not None and len(data.tokenizer) > len(source.get_input_embeddings().weight):  # type: ignore[arg-type]
         source.resize_token_embeddings(len(data.tokenizer))
     if section.method is not None and type(source) is not METHODS[section.method]:

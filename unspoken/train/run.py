@@ -217,7 +217,8 @@ def _write_summary(loop: "TrainingLoop", is_finished: bool) -> None:
 def _resolved(recipe: Recipe, config: Any, data: "Data") -> dict[str, Any]:
     """The recipe with the method's defaults filled in, and what it is run with."""
     values = recipe.plain()
-    values["model"].update({field: getattr(config, field) for field in METHOD_FIELDS if hasattr(config, field)})
+    given = values["model"]  # of a run that goes on, what it says now is held against what it was
+    given.update({f: getattr(config, f) for f in METHOD_FIELDS if hasattr(config, f) and given.get(f) is None})
     values["made_with"] = {
         "data_fingerprint": data.fingerprint,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
