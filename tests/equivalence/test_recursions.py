@@ -56,6 +56,11 @@ def test_in_training_each_recursion_takes_its_share(kind):
     assert [int((latents.lengths[0] >= r).sum()) for r in (1, 2)] == [6, 3]
     assert [int((latents.lengths[1] >= r).sum()) for r in (1, 2)] == [4, 2]
     assert not latents.lengths[1, 6:].any()
+    uneven = model(random_ids(1, 8), use_cache=False).latents
+    assert [int((uneven.lengths >= r).sum()) for r in (1, 2)] == [5, 2], "shares are rounded down"
+    assert uneven.sums(7)["latent_length"] == (7, 8)
+    total, count = latents.sums(13)["latent_length"]
+    assert (int(total), int(count)) == (15, 15), "of the real tokens"
 
 
 @pytest.mark.parametrize("kind", BY_EXPERTS)

@@ -29,7 +29,7 @@ def state_norms(model: LatentForCausalLM, batch: dict[str, Tensor], num_passes: 
         output = model(**inputs, num_passes=num_passes, use_cache=False, skip_logits=True)
     embedding_rms = _rms(embeddings[0]) * model.config.embedding_scale
     row: Row = {"embedding_rms": embedding_rms}
-    if added and isinstance(base, RecyclerModel):
+    if added and isinstance(base, RecyclerModel) and base.config.feedback == "added":  # a product is no sum's part
         row["adapter_to_embedding"] = _rms(added[-1]) * base.adapter_scale / max(embedding_rms, 1e-12)
     row |= {f"state_rms_pass_{i}": _rms(state) for i, state in enumerate(output.pass_hidden_states, start=1)}
     router_logits = output.router_logits
