@@ -12,7 +12,7 @@ from unspoken.eval.checks import BASE_CHECK, CHECKS, DRIFT_CHECK
 from unspoken.eval.verify import verify
 from unspoken.latent import active, visibility
 from unspoken.latent.slots import SlotTable
-from unspoken.models import adaptive, latent_steps
+from unspoken.models import latent_lm, latent_steps
 
 ONE_BY_ONE = "latent steps = one by one"
 DECODE = "decode = sequential reference"
@@ -80,7 +80,7 @@ def table_not_reordered(monkeypatch, model):
 
 
 def pads_think(monkeypatch, model):
-    monkeypatch.setattr(adaptive, "real_positions", lambda attention_mask, num_tokens: None)
+    monkeypatch.setattr(latent_lm, "real_positions", lambda attention_mask, num_tokens: None)
 
 
 def documents_mixed(monkeypatch, model):

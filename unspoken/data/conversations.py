@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from unspoken.data.rows import BadRow, find_files, read_objects
+from unspoken.data.rows import BadRow, find_files, message_fault, read_objects
 from unspoken.errors import UnspokenError, UsageError
 
 KINDS = (("messages",), ("prompt", "completion"), ("text",))
@@ -205,10 +205,8 @@ def _part_fault(name: str, value: Any) -> str | None:
         return f"{name!r} is {type(value).__name__}, not {wanted}"
     if not value:
         return f"{name!r} is empty"
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return f"{name!r}: message {number} is not an object with the texts 'role' and 'content'"
-    return None
+    fault = message_fault(value)
+    return f"{name!r}: {fault}" if fault else None
 
 
 def split(examples: Examples, fraction: float) -> tuple[Examples, Examples]:

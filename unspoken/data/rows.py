@@ -222,6 +222,14 @@ def _decoded(path: Path, number: int, data: bytes) -> str | BadRow:
         return BadRow(path, number, "invalid_utf8", f"{reason}; {advice}")
 
 
+def message_fault(messages: list[Any]) -> str | None:
+    """What is wrong with the first message that is none, without its content."""
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return f"message {number} is not an object with the texts 'role' and 'content'"
+    return None
+
+
 def _missing(text_field: str, names: list[str]) -> str:
     return f"no field {text_field!r} (it has: {', '.join(map(repr, names[:8])) or 'none'}); see --text-field"
 

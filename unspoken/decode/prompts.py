@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from unspoken.data.rows import message_fault
 from unspoken.errors import UnspokenError, UsageError
 
 STDIN = "-"
@@ -120,7 +121,4 @@ def _fault(row: Any) -> str | None:
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         return "'messages' is not a list of messages" if not isinstance(messages, list) else "'messages' is empty"
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return f"message {number} is not an object with the texts 'role' and 'content'"
-    return None
+    return message_fault(messages)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from unspoken.errors import UnspokenError, UsageError, nearest
 from unspoken.eval.settings import settings_of
 from unspoken.models.knobs import LatentKnobs
-from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.latent_lm import LatentForCausalLM, without_peft
 from unspoken.models.ponder2 import Ponder2ForCausalLM
 from unspoken.models.recycler import RecyclerForCausalLM
 
@@ -153,7 +153,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _latent_model(model: Any, source: Any) -> LatentForCausalLM:
-    latent = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps it
+    latent = without_peft(model)
     if not isinstance(latent, LatentForCausalLM):
         where = source if isinstance(source, str) else "the model"
         raise UsageError(

@@ -12,8 +12,6 @@ training by expert choice is not causal, and a loss teaches the gates to say by 
 Source: Mixture-of-Recursions (arXiv 2507.10524); oracle: `latent/reference.py` `recursions`.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,7 +38,7 @@ class DepthChoices:
 
     def __init__(self, router: TokenChoice, states: Tensor, real: Tensor):
         logits = _precise(router.depth(states))
-        self.first, probabilities = states, logits.softmax(-1)
+        self.router, self.first, probabilities = router, states, logits.softmax(-1)
         self.depths = logits.argmax(-1) + 1
         self.weights = router.config.scale * probabilities.gather(-1, self.depths.unsqueeze(-1) - 1).squeeze(-1)
         self._logits, self._probabilities, self._real = logits, probabilities, real
@@ -62,7 +60,7 @@ class DepthChoices:
         """Zero: the router is asked about every token."""
         return 0.0
 
-    def loss(self, config: Any) -> Tensor:
+    def loss(self) -> Tensor:
         """How unequally depths are chosen (N sum P_i f_i, 1 where all are equal), and how large the logits are: means
         over the real tokens, each with its weight."""
         if not self._real.any():
@@ -72,6 +70,7 @@ class DepthChoices:
         chosen = F.one_hot(self.depths[self._real] - 1, count).to(probabilities.dtype)
         balance = count * (probabilities.mean(0) * chosen.mean(0)).sum()
         size = logits.logsumexp(-1).square().mean()
+        config = self.router.config
         return config.balance_weight * balance + config.z_loss_weight * size
 
 
@@ -116,11 +115,11 @@ class GateChoices:
     def combine(self, recursion: int, before: Tensor, output: Tensor, active: Active) -> Tensor:
         return before + active.carried.unsqueeze(-1).to(output.dtype) * output
 
-    def loss(self, config: Any) -> Tensor:
+    def loss(self) -> Tensor:
         """The cross-entropy between gates and who was taken: the mean over recursions of that over tokens asked."""
         asked = [(logits, taken) for logits, taken in self._asked if len(logits)]
         found = [F.binary_cross_entropy_with_logits(logits, taken.to(logits.dtype)) for logits, taken in asked]
-        return config.selection_weight * torch.stack(found).mean() if found else self.num_tokens.sum() * 0.0
+        return self.router.config.selection_weight * torch.stack(found).mean() if found else self.num_tokens.sum() * 0.0
 
     def unasked(self) -> Tensor | float:
         """Zero, with every gate in its graph: where no token goes on, later ones are not asked."""

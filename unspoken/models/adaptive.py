@@ -12,7 +12,6 @@ from transformers.utils.generic import can_return_tuple
 
 from unspoken.config import AdaptiveLatentConfig
 from unspoken.latent.halting import Router, adaptive_penalty
-from unspoken.models.inputs import is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput, by_pass
 from unspoken.models.latent_steps import Latents, TakesLatentSteps
 from unspoken.models.loss import IGNORE_INDEX, shift_labels, target_probabilities
@@ -55,12 +54,9 @@ class AdaptiveLatentModel(TakesLatentSteps, LatentModel):
         knobs = self.knobs(max_latent_steps, exit_threshold, exit_at_step)
         if num_passes not in (None, 1, "exact"):
             raise ValueError(f"an adaptive model has one pass; got num_passes={num_passes!r}")
-        embeds = self.embed(input_ids, inputs_embeds)
-        real = real_positions(attention_mask, embeds.shape[1])
-        embeds = without_pads(embeds, real)
-        packed = is_packed(position_ids, real)
-        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(kwargs)
+        embeds, real, _, cache = self.read(
+            input_ids, inputs_embeds, attention_mask, position_ids, cache, use_cache, kwargs
+        )
         if keeps_steps is None:
             keeps_steps = torch.is_grad_enabled()
         return self.think(embeds, attention_mask, position_ids, real, cache, knobs, keeps_steps, **kwargs)

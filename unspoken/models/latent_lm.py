@@ -23,7 +23,7 @@ from unspoken.config import LatentConfig
 from unspoken.latent.halting import RouterOutput
 from unspoken.latent.recycle import ZeroLinear, ZeroRMSNorm, predicted_positions
 from unspoken.models.backbone import build_backbone, embedding_name, family_of, input_multiplier, logit_transform
-from unspoken.models.inputs import real_positions
+from unspoken.models.inputs import is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.loss import IGNORE_INDEX, chunked_cross_entropy, module_cross_entropy, shift_labels
 from unspoken.models.segments import Segment
 
@@ -135,6 +135,29 @@ class LatentModel(LatentPreTrainedModel):
         """States as inputs: a body that multiplies its inputs (Granite) would multiply them, and they are none."""
         multiplier = input_multiplier(self.config.text_config)
         return states if multiplier == 1.0 else states / multiplier
+
+    def read(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | dict | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        use_cache: bool | None,
+        kwargs: dict,
+    ) -> tuple[Tensor, Tensor | None, bool | None, Cache | None]:
+        """What a forward begins with: its embeddings [B, T, d], zero at pads; which tokens are real; whether rows hold
+        several documents; and the cache to fill. Takes the cache's older name out of `kwargs`.
+
+        Raises:
+            TypeError: an argument that nothing reads.
+        """
+        embeds = self.embed(input_ids, inputs_embeds)
+        real = real_positions(attention_mask, embeds.shape[1])
+        packed = is_packed(position_ids, real)
+        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
+        refuse_unknown(kwargs)
+        return without_pads(embeds, real), real, packed, cache
 
     def resolve_cache(
         self, cache: Cache | None, kwargs: dict, use_cache: bool | None, is_packed: bool | None
@@ -325,6 +348,11 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
             "continuous batching (generate_batch) keeps a paged cache without layers, where the recycled state has no "
             "place; use generate() with a left-padded batch"
         )
+
+
+def without_peft(model: Any) -> Any:
+    """The model itself, where peft wraps it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def by_pass(router_logits: tuple[Tensor, ...], num_passes: int) -> list[tuple[Tensor, ...]]:

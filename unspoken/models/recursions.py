@@ -27,8 +27,8 @@ from unspoken.latent.routing import ExpertChoice, TokenChoice
 from unspoken.latent.slots import Part, SlotTable, slot_table, store
 from unspoken.latent.visibility import Entries, attention_masks, joined, mask_function, visible, visible_first_steps
 from unspoken.models.backbone import body_of_layers
-from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
-from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
+from unspoken.models.inputs import document_mask, without_pads
+from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput, by_pass
 from unspoken.models.loss import IGNORE_INDEX, shift_labels
 
 
@@ -45,11 +45,13 @@ class Recursions:
 
     def first_run(self, router_logits: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Of a forward's router logits those of each layer's first run, in the layers' order."""
-        first, last = self.num_outer
-        inner = router_logits[first : len(router_logits) - last]
-        return (
-            router_logits[:first] + inner[: len(inner) // len(self.taken)] + router_logits[len(router_logits) - last :]
-        )
+        first, inner, last = self.by_run(router_logits)
+        return first + inner[0] + last
+
+    def by_run(self, router_logits: tuple[Tensor, ...]) -> tuple[tuple, list[tuple], tuple]:
+        """A forward's router logits: the first layer's, the inner layers' of each recursion, the last layer's."""
+        first, end = self.num_outer[0], len(router_logits) - self.num_outer[1]
+        return router_logits[:first], by_pass(router_logits[first:end], len(self.taken)), router_logits[end:]
 
     def sums(self, num_targets: int) -> dict[str, tuple[Tensor, Tensor]]:
         """For the log, each with what it is a mean over."""
@@ -96,12 +98,9 @@ class RecursionsModel(LatentModel):
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.get(name):
                 raise ValueError(f"{name}: tokens leave the middle layers at different depths; they are not returned")
-        embeds = self.embed(input_ids, inputs_embeds)
-        real = real_positions(attention_mask, embeds.shape[1])
-        embeds = without_pads(embeds, real)
-        packed = is_packed(position_ids, real)
-        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(kwargs)
+        embeds, real, packed, cache = self.read(
+            input_ids, inputs_embeds, attention_mask, position_ids, cache, use_cache, kwargs
+        )
         mask_function(self.config.text_config)  # refuses what takes no mask, before anything is computed
         by_share = self.config.recursion_router == "expert_choice" and (
             self.training or self.config.selects_by_capacity
@@ -274,7 +273,7 @@ class RecursionsForCausalLM(LatentForCausalLM):
         if not self.training:
             return total, losses
         recursions: Recursions = outputs.latents
-        loss = recursions.choices.loss(self.config)
+        loss = recursions.choices.loss()
         if num_items_in_batch is not None:
             loss = loss * (shift_labels(labels) != IGNORE_INDEX).sum() / num_items_in_batch
         recursions.loss = loss.detach()
@@ -283,12 +282,7 @@ class RecursionsForCausalLM(LatentForCausalLM):
     def router_loss(self, outputs: LatentModelOutput, real: Tensor | None) -> Tensor:
         """The family's load-balancing loss of each run of experts, over the tokens that took part; their mean."""
         recursions: Recursions = outputs.latents
-        logits, (num_first, num_last) = list(outputs.router_logits or ()), recursions.num_outer
-        runs = [(logits[:num_first], real), (logits[len(logits) - num_last :], real)]
-        between = logits[num_first : len(logits) - num_last]
-        size = len(between) // len(recursions.taken)
-        runs += [(between[i * size : (i + 1) * size], taken) for i, taken in enumerate(recursions.taken)]
-        losses = [
-            self.balancing_loss(tuple(one), tokens) for one, tokens in runs if one and (tokens is None or tokens.any())
-        ]
+        first, inner, last = recursions.by_run(outputs.router_logits or ())
+        runs = [(first, real), (last, real), *zip(inner, recursions.taken, strict=True)]
+        losses = [self.balancing_loss(one, tokens) for one, tokens in runs if one and (tokens is None or tokens.any())]
         return torch.stack(losses).mean() if losses else torch.zeros((), device=outputs.last_hidden_state.device)

@@ -17,7 +17,7 @@ from transformers.utils.generic import can_return_tuple
 from unspoken.config import LatentConfig
 from unspoken.latent.cache import give_layers
 from unspoken.models.backbone import final_norm
-from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
+from unspoken.models.inputs import document_mask, without_pads
 from unspoken.models.latent_lm import LatentModel, LatentModelOutput, by_pass
 
 
@@ -67,12 +67,9 @@ class RepeatedModel(LatentModel):
         """
         if num_passes not in (None, 1, "exact"):
             raise ValueError(f"a {self.config.model_type} model has one pass; got num_passes={num_passes!r}")
-        embeds = self.embed(input_ids, inputs_embeds)
-        real = real_positions(attention_mask, embeds.shape[1])
-        embeds = without_pads(embeds, real)
-        packed = is_packed(position_ids, real)
-        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(kwargs)
+        embeds, real, packed, cache = self.read(
+            input_ids, inputs_embeds, attention_mask, position_ids, cache, use_cache, kwargs
+        )
         if packed or (packed is None and cache is None):
             attention_mask = document_mask(self.config, embeds, attention_mask, position_ids)
         caches = [None] * self.num_runs if cache is None else caches_of_runs(cache, self.num_runs, self.config)

@@ -17,7 +17,6 @@ from unspoken.latent.cache import give_layers
 from unspoken.latent.recycle import document_starts
 from unspoken.latent.visibility import attention_masks
 from unspoken.models.backbone import attention_windows
-from unspoken.models.inputs import is_packed, real_positions, refuse_unknown, without_pads
 from unspoken.models.latent_lm import LatentModel, LatentModelOutput
 
 
@@ -76,19 +75,16 @@ class SlottedModel(LatentModel):
         """The tokens of a forward, and the cache to fill, with room for all slots."""
         if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2):
             raise ValueError(f"a 4D attention_mask says nothing of {self.extra_slots}; give a 2D one")
-        embeds = self.embed(input_ids, inputs_embeds)
+        embeds, real, packed, cache = self.read(
+            input_ids, inputs_embeds, attention_mask, position_ids, cache, use_cache, kwargs
+        )
         batch, num_tokens = embeds.shape[:2]
-        real = real_positions(attention_mask, num_tokens)
-        packed = is_packed(position_ids, real)
-        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(kwargs)
         first = 0 if cache is None else stretch(cache, self.num_slots, self.config.num_hidden_layers)
         if attention_mask is None:
             attention_mask = torch.ones(batch, first + num_tokens, dtype=torch.long, device=embeds.device)
         if position_ids is None:
             position_ids = torch.arange(first, first + num_tokens, device=embeds.device).unsqueeze(0)
         documents = document_starts(position_ids, real).cumsum(-1).expand(batch, -1) if packed else None
-        embeds = without_pads(embeds, real)
         return SlottedTokens(embeds, attention_mask.bool(), position_ids, documents, first, kwargs), cache
 
     def _run(self, stages: list[Tensor], tokens: SlottedTokens, cache: Cache | None, num_written: int = 0):

@@ -7,7 +7,7 @@ from transformers.utils.generic import can_return_tuple
 from unspoken.config import VanillaConfig
 from unspoken.errors import CacheError
 from unspoken.latent.cache import RecycledStateLayer
-from unspoken.models.inputs import document_mask, is_packed, real_positions, refuse_unknown, without_pads
+from unspoken.models.inputs import document_mask
 from unspoken.models.latent_lm import LatentForCausalLM, LatentModel, LatentModelOutput
 
 
@@ -34,14 +34,11 @@ class VanillaModel(LatentModel):
         **kwargs,
     ) -> LatentModelOutput:
         """One pass. `num_passes` must be 1 or "exact", which is the same here; `prompt_mask` has no state to stop."""
-        embeds = self.embed(input_ids, inputs_embeds)
         if num_passes not in (None, 1, "exact"):
             raise ValueError(f"a plain model has one pass; got num_passes={num_passes!r}")
-        real = real_positions(attention_mask, embeds.shape[1])
-        embeds = without_pads(embeds, real)
-        packed = is_packed(position_ids, real)
-        cache, _ = self.resolve_cache(cache, kwargs, use_cache, packed)
-        refuse_unknown(kwargs)
+        embeds, _, packed, cache = self.read(
+            input_ids, inputs_embeds, attention_mask, position_ids, cache, use_cache, kwargs
+        )
         if cache is not None and cache.layers and isinstance(cache.layers[-1], RecycledStateLayer):
             raise CacheError("the cache carries a recycled state, which a plain model would let go stale")
         if packed or (packed is None and cache is None):

@@ -22,7 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from trl import GRPOTrainer
 
 from unspoken.errors import UnspokenError
-from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.latent_lm import LatentForCausalLM, without_peft
 from unspoken.models.recycler import RecyclerForCausalLM
 from unspoken.rl.gap import RolloutGap, truncated_weights
 
@@ -54,8 +54,7 @@ class LatentGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        latent: Any = self.accelerator.unwrap_model(self.model)
-        latent = latent.get_base_model() if hasattr(latent, "get_base_model") else latent  # peft wraps it
+        latent: Any = without_peft(self.accelerator.unwrap_model(self.model))
         if not isinstance(latent, LatentForCausalLM):
             raise TypeError(
                 f"LatentGRPOTrainer trains latent models, not a {type(latent).__name__}: use trl.GRPOTrainer"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from trl import SFTTrainer
 
-from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.latent_lm import LatentForCausalLM, without_peft
 from unspoken.models.loss import IGNORE_INDEX
 
 
@@ -27,8 +27,7 @@ class LatentSFTTrainer(SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         given: Any = self.args
-        latent: Any = self.accelerator.unwrap_model(self.model)
-        latent = latent.get_base_model() if hasattr(latent, "get_base_model") else latent  # peft wraps it
+        latent: Any = without_peft(self.accelerator.unwrap_model(self.model))
         if not isinstance(latent, LatentForCausalLM):
             raise TypeError(f"LatentSFTTrainer trains latent models, not a {type(latent).__name__}: use trl.SFTTrainer")
         if given.loss_type != "nll" or given.label_smoothing_factor or self.compute_loss_func is not None:
