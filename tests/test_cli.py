@@ -36,6 +36,7 @@ def test_the_commands_are_frozen():
         "data prepare",
         "data validate",
         "data questions",
+        "data problems",
         "train",
         "launch",
         "export",

@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (
-        _convert, _data, _train, _sft, _launch, _export, _eval, _generate, _chat, _verify, _inspect, _report,
+        _convert, _data, _train, _sft, _rl, _launch, _export, _eval, _generate, _chat, _verify, _inspect, _report,
         _paper, _compare,
     ):  # fmt: skip
         add(commands)
@@ -151,6 +151,27 @@ def _data(commands) -> None:
     p.add_argument("--seed", type=int, default=0, help="decides which questions, where there are more")
     p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
 
+    p = _command(
+        actions,
+        "problems",
+        "unspoken.data.problems:main",
+        "Make problems with one right answer, to learn from (`sft`, `rl`) and to be asked (`eval --problems`).",
+    )
+    p.add_argument(
+        "specs",
+        nargs="+",
+        metavar="SPEC",
+        help="[LABEL=]NAME[:SETTING=VALUE,...], a data set of reasoning-gym or `written_sum`: "
+        "chain_sum:max_terms=2,max_digits=1",
+    )
+    p.add_argument("--out", required=True, help="folder to write")
+    p.add_argument("--num-train", type=int, default=1000, help="rows of each spec in train.jsonl")
+    p.add_argument("--num-val", type=int, default=200, help="rows of each spec in val.jsonl, of other questions")
+    p.add_argument("--seed", type=int, default=0, help="decides which problems")
+    p.add_argument("--instruction", default="", help="text behind every question")
+    p.add_argument("--format", choices=["chat", "plain"], default="chat", help="prompts as messages, or as texts")
+    p.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
+
 
 def _train(commands) -> None:
     p = _command(
@@ -173,6 +194,18 @@ def _sft(commands) -> None:
         takes_overrides=True,
     )
     p.add_argument("recipe", help="YAML file; see recipes/sft/")
+    p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
+
+
+def _rl(commands) -> None:
+    p = _command(
+        commands,
+        "rl",
+        "unspoken.rl.run:main",
+        "Reinforcement learning on problems with checked answers, from a recipe; `--a.b value` overrides its keys.",
+        takes_overrides=True,
+    )
+    p.add_argument("recipe", help="YAML file; see recipes/rl/")
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
 
 
@@ -209,6 +242,7 @@ def _eval(commands) -> None:
     p.add_argument("model", nargs="?", help="model folder")
     p.add_argument("--data", help="folder written by `data prepare` (default: the task the model was trained on)")
     p.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval and suites of the papers, separated by commas")
+    p.add_argument("--problems", metavar="FILE", help="rows with a `prompt` and what its answer is scored by (JSONL)")
     p.add_argument("--list-suites", action="store_true", help="show the papers' suites, row by row")
     p.add_argument(
         "--num-passes",
@@ -235,20 +269,38 @@ def _eval(commands) -> None:
         "--length", type=int, action="append", help="may be repeated (default: 1, 1.5, 2 and 4 times the trained one)"
     )
     task.add_argument("--samples", type=int, help="of each length (default: 1000)")
+    _answer_options(p.add_argument_group("answers (with --tasks or --problems)"))
     _lm_eval_options(p.add_argument_group("tasks of lm-eval (with --tasks)"))
+    _problem_options(p.add_argument_group("problems (with --problems)"))
     _model_options(p)
 
 
+# Defaults stand in `eval/run.py`: None tells an option that was not given.
+_YES = {"action": "store_const", "const": True}
+
+
+def _answer_options(group) -> None:
+    group.add_argument("--limit", type=float, help="so many of each task, or below 1 such a share: to try it")
+    group.add_argument("--max-new-tokens", type=int, help="of an answer (default: as the task says; of a problem, 64)")
+    group.add_argument("--log-samples", **_YES, help="also write every question and answer")
+
+
 def _lm_eval_options(group) -> None:
-    """Defaults stand in `eval/run.py`: None tells an option that was not given."""
-    yes = {"action": "store_const", "const": True}
     group.add_argument("--num-fewshot", type=int, help="examples before each question (default: the task's number)")
-    group.add_argument("--limit", type=float, help="so many documents of each task, or below 1 such a share: to try it")
-    group.add_argument("--max-new-tokens", type=int, help="of an answer that is generated (default: as the task says)")
     group.add_argument("--include-path", metavar="FOLDER", help="task files of yours, or of `unspoken data questions`")
-    group.add_argument("--chat", **yes, help="put each question into the model's chat template")
-    group.add_argument("--log-samples", **yes, help="also write every question and answer, one file for each task")
-    group.add_argument("--confirm-run-unsafe-code", **yes, help="let tasks run the programs that the model writes")
+    group.add_argument("--chat", **_YES, help="put each question into the model's chat template")
+    group.add_argument("--confirm-run-unsafe-code", **_YES, help="let tasks run the programs that the model writes")
+
+
+def _problem_options(group) -> None:
+    group.add_argument(
+        "--reward",
+        metavar="NAME",
+        help="reasoning_gym (default where rows have `entry`), exact (default elsewhere), last_number, math, or yours: "
+        "package.module:function",
+    )
+    group.add_argument("--partial", **_YES, help="show the partial credit that reasoning_gym gives")
+    group.add_argument("--num-prefill-passes", type=int, choices=[1, 2], help="default: as the model's config says")
 
 
 def _count_or(word: str):

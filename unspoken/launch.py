@@ -81,8 +81,8 @@ def _check(command: list[str], args: argparse.Namespace) -> Path:
         raise UsageError("--nodes needs --rendezvous HOST:PORT, the same on every node")
     if args.rendezvous is not None and not _ADDRESS.fullmatch(args.rendezvous):
         raise UsageError(f"--rendezvous is {args.rendezvous!r}; it must be HOST:PORT, the same on every node")
-    if not command or command[0] != "train":
-        raise UsageError("launch runs `train`: unspoken launch [--processes N] -- train RECIPE.yaml ...")
+    if not command or command[0] not in ("train", "sft"):
+        raise UsageError("launch runs `train` and `sft`: unspoken launch [--processes N] -- train RECIPE.yaml ...")
     trained, overrides = build_parser().parse_known_args(command)
     recipe = load_recipe(Path(trained.recipe), overrides)
     if args.processes is not None:

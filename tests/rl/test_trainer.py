@@ -104,12 +104,12 @@ def test_the_gap_is_what_the_passes_leave(passes, prefill, tokenizer, tmp_path):
         assert gap.max_abs < 1e-4 and abs(gap.ratio - 1) < 1e-5
         model.gradient_checkpointing_disable()
         trainer.current_gradient_accumulation_steps = 1
+        batch["advantages"] = torch.tensor([1.0, -1.0, 0.5, -0.5])
         trainer._compute_loss(model.train(), batch).backward()
         assert model.model.adapter.proj.weight.grad.abs().max() > 0
     else:
         assert gap.mean_abs > 1e-3
     assert trainer._metrics["train"]["gap/mean_abs"] == [gap.mean_abs]
-    assert batch["advantages"].abs().sum() > 0
 
 
 def test_with_one_prefill_pass_enough_scoring_passes_are_the_recurrence(tokenizer, tmp_path):  # noqa: F811
@@ -121,7 +121,41 @@ def test_with_one_prefill_pass_enough_scoring_passes_are_the_recurrence(tokenize
 def test_an_adaptive_model_scores_what_it_decodes(tokenizer, tmp_path):  # noqa: F811
     trainer = trainer_of(fresh("adaptive"), tokenizer, tmp_path, gradient_checkpointing=False)
     rollout(trainer)
-    assert trainer.last_gap.max_abs < 1e-4
+    assert trainer.last_gap.max_abs < 1e-4 and trainer.last_gap.flipped == 0.0
+    assert trainer.sampled_lengths.float().mean() > 0.1
+    assert trainer._metrics["train"]["gap/flipped"] == [0.0]
+
+
+def test_an_adaptive_model_is_off_only_where_a_halting_decision_flips(tokenizer, tmp_path):  # noqa: F811
+    """Scored under a threshold a little higher than the rollout's, as if rounding had moved some reaches across it."""
+    trainer = trainer_of(fresh("adaptive"), tokenizer, tmp_path, gradient_checkpointing=False, max_completion_length=12)
+    original = trainer._generate_single_turn
+
+    def sampled_under_another_threshold(*args, **kwargs):
+        config = trainer.model.config
+        before, config.exit_threshold = config.exit_threshold, 0.16
+        try:
+            return original(*args, **kwargs)
+        finally:
+            config.exit_threshold = before
+
+    trainer._generate_single_turn = sampled_under_another_threshold
+    rollout(trainer)
+    gap = trainer.last_gap
+    assert 0.0 < gap.flipped < 1.0
+    assert gap.max_abs > 1e-3 and gap.max_abs_unflipped < 1e-4
+
+
+def test_what_holds_no_answer_has_no_advantage(tokenizer, tmp_path):  # noqa: F811
+    """Groups of four: one all cut off, one with an empty completion and one that was cut off."""
+    trainer = trainer_of(fresh(), tokenizer, tmp_path)
+    ids = torch.tensor([[5, 6, 7]] * 4 + [[EOS, PAD, PAD], [5, EOS, PAD], [5, 6, 7], [5, 6, EOS]])
+    mask = torch.tensor([[1, 1, 1]] * 4 + [[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]])
+    batch = {"completion_ids": ids, "completion_mask": mask, "advantages": torch.arange(1.0, 9.0)}
+    trainer._silence_unanswered(batch, "train")
+    assert batch["advantages"].tolist() == [0, 0, 0, 0, 0, 6, 7, 8]
+    row = trainer._metrics["train"]
+    assert row["groups/all_truncated"] == [0.5] and row["completions/empty_ratio"] == [1 / 8]
 
 
 def test_the_loss_by_hand(tokenizer, tmp_path):  # noqa: F811
@@ -181,11 +215,14 @@ def test_the_gap_has_a_limit(tokenizer, tmp_path):  # noqa: F811
     options = {"gap_limit": 1e-6}
     with pytest.raises(UnspokenError, match=r"nats a token, above its limit of 1e-06: score with more passes"):
         rollout(trainer_of(fresh(), tokenizer, tmp_path, options=options))
-    plain = rollout(trainer_of(fresh(), tokenizer, tmp_path))
-    trainer = trainer_of(fresh(), tokenizer, tmp_path, options={**options, "on_gap": "correct"})
+    plain = rollout(trainer_of(fresh(), tokenizer, tmp_path, max_completion_length=40))
+    options = {**options, "on_gap": "correct"}
+    trainer = trainer_of(fresh(), tokenizer, tmp_path, options=options, max_completion_length=40)
     corrected = rollout(trainer)
     assert torch.equal(plain["completion_ids"], corrected["completion_ids"])
-    weights = corrected["advantages"] / plain["advantages"]
+    moves = plain["advantages"] != 0
+    assert moves.sum() > 1
+    weights = corrected["advantages"][moves] / plain["advantages"][moves]
     assert ((weights >= 0.5) & (weights <= 2.0)).all() and (weights != 1).any()
 
 

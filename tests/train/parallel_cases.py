@@ -213,7 +213,7 @@ def run_until(recipe: Recipe, ranks: Ranks, stop: int | None = None) -> Training
 
     def stepping():
         if loop.progress.step + 1 == stop and ranks.rank == ranks.size - 1:
-            loop.stop_signal = 15
+            loop.stop.number = 15
         return step()
 
     loop._step = stepping  # type: ignore[method-assign]

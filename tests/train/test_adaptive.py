@@ -126,7 +126,7 @@ def test_what_is_of_another_method_is_refused(adaptive, method, section, key, va
     adaptive["model"] = {"method": method, "backbone": adaptive["model"]["backbone"]}
     adaptive[section][key] = value
     with pytest.raises(UsageError, match=message):
-        check_recipe(adaptive, "recipe.yaml", {})
+        check_recipe(adaptive, "recipe.yaml", {}, Recipe)
 
 
 @pytest.fixture

@@ -36,9 +36,9 @@ def command(values, tmp_path):
     return command
 
 
-def stop_after_one_step(loop):
-    step = loop._step
-    loop._step = lambda: (setattr(loop, "stop_signal", 15), step())[1]
+def stop_after_one_step(say, stop):
+    """A signal that comes before the first step."""
+    stop.number = 15
     return contextlib.nullcontext()
 
 
@@ -46,7 +46,7 @@ def stop_after_one_step(loop):
 def test_b80_a_resumed_run_is_the_run_without_a_pause(data, command, tmp_path, monkeypatch):
     assert cli.main(command(data, "straight")) == 0
     with monkeypatch.context() as patched:
-        patched.setattr("unspoken.train.loop.TrainingLoop._until_signal", stop_after_one_step)
+        patched.setattr("unspoken.train.loop.stop_on_signal", stop_after_one_step)
         assert cli.main(command(data)) == 130
         assert cli.main([*command(data), "--resume"]) == 130
     assert cli.main([*command(data), "--resume"]) == 0
@@ -57,7 +57,7 @@ def test_b80_a_resumed_run_is_the_run_without_a_pause(data, command, tmp_path, m
 @pytest.mark.parametrize("data", ["sources"], indirect=True)
 def test_other_weights_are_another_run(data, command, capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("unspoken.train.loop.TrainingLoop._until_signal", stop_after_one_step)
+        patched.setattr("unspoken.train.loop.stop_on_signal", stop_after_one_step)
         assert cli.main(command(data)) == 130
     data["sources"][1]["weight"] = 2
     assert cli.main([*command(data), "--resume"]) == 2
@@ -67,7 +67,7 @@ def test_other_weights_are_another_run(data, command, capsys, monkeypatch):
 def test_a_model_of_a_task_from_recipe_to_right_answers(command, tmp_path, capsys, monkeypatch):
     data = {"task": TASK, "sequence_length": 33}
     with monkeypatch.context() as patched:
-        patched.setattr("unspoken.train.loop.TrainingLoop._until_signal", stop_after_one_step)
+        patched.setattr("unspoken.train.loop.stop_on_signal", stop_after_one_step)
         assert cli.main(command(data)) == 130
     assert cli.main([*command(data), "--resume", "--data.task.modulus", "4"]) == 2
     assert "data.task.modulus is 4, but" in capsys.readouterr().err

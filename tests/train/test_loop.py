@@ -42,7 +42,7 @@ def _stop_after(loop: TrainingLoop, num_steps: int) -> None:
 
     def stepping():
         if loop.progress.step + 1 == num_steps:
-            loop.stop_signal = 2
+            loop.stop.number = 2
         return step()
 
     loop._step = stepping  # type: ignore[method-assign]

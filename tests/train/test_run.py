@@ -113,7 +113,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(command, start, tmp_path):
 
 
 def test_a_resumed_run_cannot_become_another_one(command, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("unspoken.train.loop.TrainingLoop._until_signal", _stopped_by_a_signal)
+    monkeypatch.setattr("unspoken.train.loop.stop_on_signal", _stopped_by_a_signal)
     assert cli.main(command) == 130
     monkeypatch.undo()
     assert cli.main([*command, "--resume", "--optim.learning_rate", "1e-3"]) == 2
@@ -125,9 +125,9 @@ def test_a_resumed_run_cannot_become_another_one(command, tmp_path, capsys, monk
     assert cli.main([*command, "--resume", "--train.save_every", "5"]) == 0
 
 
-def _stopped_by_a_signal(loop):
-    step = loop._step
-    loop._step = lambda: (setattr(loop, "stop_signal", 15), step())[1]
+def _stopped_by_a_signal(say, stop):
+    """One that comes before the first step."""
+    stop.number = 15
     return contextlib.nullcontext()
 
 
@@ -173,7 +173,7 @@ def test_continued_pretraining_introduces_recycling_into_a_plain_model(command, 
 
 @pytest.mark.parametrize("content", ["", "text", "[1, 2"])
 def test_a_resolved_recipe_that_holds_none_is_named(command, tmp_path, capsys, monkeypatch, content):
-    monkeypatch.setattr("unspoken.train.loop.TrainingLoop._until_signal", _stopped_by_a_signal)
+    monkeypatch.setattr("unspoken.train.loop.stop_on_signal", _stopped_by_a_signal)
     assert cli.main(command) == 130
     (tmp_path / "run" / "resolved.yaml").write_text(content)
     assert cli.main([*command, "--resume"]) == 1
@@ -189,7 +189,7 @@ def test_a_place_that_is_none_is_refused(command, tmp_path, capsys):
 
 def _stop_after_a_step(command, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("unspoken.train.loop.TrainingLoop._until_signal", _stopped_by_a_signal)
+        patch.setattr("unspoken.train.loop.stop_on_signal", _stopped_by_a_signal)
         assert cli.main(command) == 130
 
 

@@ -11,7 +11,7 @@ from tests.families import tiny_model
 from unspoken import cli
 from unspoken.data.windows import IGNORE_LABEL
 from unspoken.models.load import load_model
-from unspoken.train.build import build_model, open_data, show_prompts
+from unspoken.train.build import build_model, end_answers, open_data, show_prompts
 from unspoken.train.heldout import held_out_losses
 from unspoken.train.recipe import Recipe
 
@@ -62,6 +62,7 @@ def test_from_a_plain_checkpoint_to_a_recycler_that_answers(recipe, tmp_path, ca
     losses = json.loads((out / "summary.json").read_text())["final"]["eval"]
     assert losses["loss_pass_2"] < 5.0, "log 320 is 5.8"
     model, tokenizer = load_model(out / "model")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.chat_template and model.config.model_type == "unspoken_recycler"
     assert model.model.adapter.proj.weight.abs().max() > 0
     for name in sorted((out / "checkpoints").iterdir())[1:]:
@@ -75,6 +76,16 @@ def test_from_a_plain_checkpoint_to_a_recycler_that_answers(recipe, tmp_path, ca
     capsys.readouterr()
     chat = ["generate", str(out / "model"), "--chat", "--prompt", "3 + 4 =", "--max-new-tokens", "4"]
     assert cli.main(chat) == 0
+
+
+def test_text_ends_where_answers_end_and_where_it_ended_before(recipe):
+    data = open_data(Recipe.model_validate(recipe))
+    model = texts.text_model("recycler")
+    end = data.tokenizer.eos_token_id
+    for before, after in ((None, end), (end, end), (7, [end, 7]), ([7, end], [end, 7])):
+        model.generation_config.eos_token_id = before
+        end_answers(data, model)
+        assert model.generation_config.eos_token_id == after
 
 
 def test_loss_is_of_the_answers_alone(recipe):

@@ -22,6 +22,7 @@ from unspoken.analysis.figures import Frame, Series, line_plot
 from unspoken.analysis.inspect import Reading, read_text
 from unspoken.analysis.numbers import number
 from unspoken.analysis.page import Block, Cell, Code, Figures, Folded, Samples, Section, Table, Text, page
+from unspoken.analysis.policy_report import is_policy_run, policy_report
 from unspoken.analysis.runs import Run, read_run
 from unspoken.data.cache import check_file
 from unspoken.errors import UnspokenError, UsageError
@@ -43,6 +44,10 @@ def main(args: argparse.Namespace) -> int:
     names = [folder.name for folder in folders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two of the runs are named {twice}; a report tells them apart by their folders' names")
+    out = Path(args.out)
+    if policies := [folder for folder in folders if is_policy_run(folder)]:
+        _write_policies(policies, folders, args)
+        return 0
     for run in map(read_run, folders):
         is_model = (run.folder / "config.json").is_file()
         if not is_model and not any((run.recipe, run.summary, run.metrics, run.evaluation)):
@@ -50,10 +55,21 @@ def main(args: argparse.Namespace) -> int:
     reading = None
     if args.text is not None:
         reading = Reading(Path(args.text), read_text(Path(args.text)), args.max_tokens)
-    out = Path(args.out)
-    out.write_text(run_report(folders, args.title, reading), encoding="utf-8")
-    print(f"{out}: {len(folders)} run{'s' if len(folders) != 1 else ''}")
+    _write(out, run_report(folders, args.title, reading), len(folders))
     return 0
+
+
+def _write_policies(policies: list[Path], folders: list[Path], args: argparse.Namespace) -> None:
+    if len(policies) < len(folders):
+        raise UsageError("runs of `unspoken rl` have a page of their own; leave the others out")
+    if args.text is not None:
+        raise UsageError("--text: the page of runs of `unspoken rl` shows no depth")
+    _write(Path(args.out), policy_report(folders, args.title), len(folders))
+
+
+def _write(out: Path, text: str, num_runs: int) -> None:
+    out.write_text(text, encoding="utf-8")
+    print(f"{out}: {num_runs} run{'s' if num_runs != 1 else ''}")
 
 
 def run_report(folders: Sequence[Path], title: str = "Runs", reading: Reading | None = None) -> str:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from unspoken.data import smollm2
@@ -63,6 +63,21 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_capped(texts, SAMPLE_CHARS), trainer)
+    return _wrapped(tokenizer)
+
+
+def character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerBase:
+    """One token for each character of the texts, behind `<|endoftext|>` and `<|pad|>`; another character is an error.
+    For a small model of its own on problems of few characters."""
+    characters = sorted({character for text in texts for character in text})
+    vocabulary = {token: i for i, token in enumerate([DOCUMENT_END, PAD, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m)."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _wrapped(tokenizer)
+
+
+def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=DOCUMENT_END,

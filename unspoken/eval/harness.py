@@ -22,13 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from unspoken.errors import UnspokenError, UsageError, nearest
-from unspoken.eval.settings import settings_of
+from unspoken.eval.settings import EXACT, decoding_depth, parallel_depth, settings_of
 from unspoken.models.knobs import LatentKnobs
 from unspoken.models.latent_lm import LatentForCausalLM, without_peft
-from unspoken.models.ponder2 import Ponder2ForCausalLM
 from unspoken.models.recycler import RecyclerForCausalLM
 
-EXACT = "exact"
 # Of `from_pretrained`, beside what HFLM names itself. Anything else it would take for a field of the configuration.
 LOADING = ("attn_implementation", "device_map")
 
@@ -74,16 +72,12 @@ class UnspokenLM(HFLM):
     @property
     def scoring_depth(self) -> str:
         """As what the log-likelihood of a text is computed."""
-        if self.num_passes is None or self.num_passes == EXACT:
-            return EXACT
-        if isinstance(self.latent_model, Ponder2ForCausalLM):
-            return f"refined {self.latent_model.config.num_refinements} times"
-        return f"k={self.num_passes}"
+        return parallel_depth(self.latent_model, self.num_passes)
 
     @property
     def generating_depth(self) -> str:
         """As what a prompt is read, and what follows it."""
-        return EXACT if self.scoring_depth == EXACT else f"{self.scoring_depth}, then {EXACT}"
+        return decoding_depth(self.latent_model, self.num_passes)
 
     def depths(self) -> dict[str, Any]:
         """Everything about how deep the model thinks here, for a report."""

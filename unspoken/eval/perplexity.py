@@ -20,11 +20,10 @@ from transformers.cache_utils import DynamicCache
 
 from unspoken.errors import UsageError
 from unspoken.eval.rows import Row
-from unspoken.eval.settings import Setting, settings_of
+from unspoken.eval.settings import EXACT, Setting, settings_of
 from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.models.recycler import RecyclerForCausalLM
 
-EXACT = "exact"
 CHUNK_LOGITS = 2**24  # logits held at once: 64 MiB in float32
 MAX_STATES = 2**27  # hidden-state numbers held at once; with many passes fewer rows run together
 EXACT_STRETCH = 16  # tokens of the recurrence between two reports of progress

@@ -2,7 +2,7 @@
 
 An interrupted run prints and writes what it has, as eval.partial.json, and leaves an older eval.json alone. Without
 --data, a model that was trained on a task is evaluated on that: `task_run.py`. With --tasks, on tasks of lm-eval:
-`harness_run.py`.
+`harness_run.py`. With --problems, on rows with a right answer: `problem_run.py`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from unspoken.data.cache import check_folder
 from unspoken.data.pauses import text_vocabulary
 from unspoken.data.tokens import TokenShards, check_embedding_rows
 from unspoken.errors import UnspokenError, UsageError
-from unspoken.eval import task_run
+from unspoken.eval import problem_run, task_run
 from unspoken.eval.lm_eval import missing
 from unspoken.eval.perplexity import Scores, prepare_scores, score, work
 from unspoken.eval.report import Evaluation, print_table, write
@@ -32,6 +32,7 @@ from unspoken.models.load import check_model, load_model
 INTERRUPTED = 130
 # What is evaluated: how it is asked for, and the options that go with it, each with its default.
 TEXT, OWN_TASK, TASKS = "--data FOLDER", "the task that a model was trained on, so without --data", "--tasks NAMES"
+PROBLEMS = "--problems FILE"
 OPTIONS: dict[str, dict[str, Any]] = {
     TEXT: {
         "num_passes": 4,
@@ -53,7 +54,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "confirm_run_unsafe_code": False,
         "batch_size": 8,
     },
+    PROBLEMS: {
+        "reward": None,
+        "partial": False,
+        "num_prefill_passes": None,
+        "limit": None,
+        "max_new_tokens": 64,
+        "log_samples": False,
+        "batch_size": 8,
+    },
 }
+MODES = {"problems": PROBLEMS, "tasks": TASKS, "data": TEXT}  # by the option that asks for it
 
 
 def main(args: argparse.Namespace) -> int:
@@ -63,9 +74,12 @@ def main(args: argparse.Namespace) -> int:
     if args.model is None:
         args.parser.error("give a model folder")
     knobs_of(args)  # refuses what cannot be meant
-    if args.tasks is not None and args.data is not None:
-        raise UsageError("--tasks and --data are two evaluations; give one of them")
-    settle(args, TASKS if args.tasks is not None else OWN_TASK if args.data is None else TEXT)
+    given = [name for name in MODES if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise UsageError(f"{option(given[0])} and {option(given[1])} are two evaluations; give one of them")
+    settle(args, MODES[given[0]] if given else OWN_TASK)
+    if args.problems is not None:
+        return problem_run.evaluate(args, _output_folder(args))
     if args.tasks is not None:
         return _evaluate_tasks(args)
     if args.data is None:
@@ -80,10 +94,10 @@ def main(args: argparse.Namespace) -> int:
 def settle(args: argparse.Namespace, mode: str) -> None:
     """Put defaults in place; an option that would have no effect is refused."""
     own = OPTIONS[mode]
-    for other, options in OPTIONS.items():
-        for name in options.keys() - own.keys():
-            if getattr(args, name) is not None:
-                raise UsageError(f"{option(name)} is for {other}")
+    for name in dict.fromkeys(name for options in OPTIONS.values() for name in options):
+        if name not in own and getattr(args, name) is not None:
+            others = [other for other, options in OPTIONS.items() if name in options]
+            raise UsageError(f"{option(name)} is for {', and for '.join(others)}")
     for name, default in own.items():
         if getattr(args, name) is None:
             setattr(args, name, default)

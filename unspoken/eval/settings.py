@@ -1,4 +1,4 @@
-"""How deep tokens may think in an evaluation: as the model's configuration says, and with each threshold asked for."""
+"""How deep a model thinks in an evaluation: as its configuration says, and with each threshold asked for."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,6 +8,9 @@ from typing import Any
 from unspoken.config import RecursionsConfig
 from unspoken.models.knobs import LatentKnobs, option, takes_latent_steps
 from unspoken.models.latent_lm import LatentForCausalLM
+from unspoken.models.ponder2 import Ponder2ForCausalLM
+
+EXACT = "exact"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,21 @@ def settings_of(model: LatentForCausalLM, knobs: Sequence[LatentKnobs] = (Latent
         suffix = "" if one.exit_threshold is None else f" tau={one.exit_threshold}"
         settings.append(Setting(suffix, options, resolved))
     return settings
+
+
+def parallel_depth(model: LatentForCausalLM, num_passes: int | str | None) -> str:
+    """As what one forward computes a text, in words; None: the model knows only one way."""
+    if num_passes is None or num_passes == EXACT:
+        return EXACT
+    if isinstance(model, Ponder2ForCausalLM):
+        return f"refined {model.config.num_refinements} times"
+    return f"k={num_passes}"
+
+
+def decoding_depth(model: LatentForCausalLM, num_passes: int | str | None) -> str:
+    """As what a prompt is read by so many passes, and what follows it."""
+    depth = parallel_depth(model, num_passes)
+    return EXACT if depth == EXACT else f"{depth}, then {EXACT}"
 
 
 @dataclass(frozen=True)

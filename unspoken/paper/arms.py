@@ -16,7 +16,7 @@ from typing import Any
 from unspoken.analysis.numbers import short_count
 from unspoken.errors import UsageError, nearest
 from unspoken.paper.study import Study
-from unspoken.train.recipe import FIELDS_OF, METHOD_FIELDS
+from unspoken.train.recipe import FIELDS_OF, METHOD_FIELDS, Recipe
 from unspoken.train.recipe_file import Origins, apply_override, check_recipe, dotted, parse_overrides, read_yaml
 
 ARM_WORDS = ("after", "note")  # what an arm may say beside a recipe's keys
@@ -147,7 +147,7 @@ class Arms:
         for key, value in fixed.items():
             apply_override(values, key, value)
         try:
-            check_recipe(values, str(self.study.path), origins)
+            check_recipe(values, str(self.study.path), origins, Recipe)
         except UsageError as error:
             raise UsageError(f"{error} (in arm {arm!r})") from None
         if self.is_quick:

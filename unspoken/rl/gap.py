@@ -5,7 +5,9 @@
 
 GSPO clips s at a few ten-thousandths around 1. A trainer that scores by k passes what the recurrence has sampled is off
 by more, so the old policy is scored as the new one is; how far both are from what sampled stands here, at every step.
-Adaptive models compute in parallel what they decode: their gap is rounding, but where a halting decision flips.
+Adaptive models compute in parallel what they decode. Their gap is rounding, until rounding flips a halting decision: a
+token whose reach lies at the threshold then takes another number of latent steps in scoring than in the rollout, and
+what follows it reads other keys. So their tokens before any flip and those behind one are told apart.
 """
 
 from dataclasses import dataclass
@@ -17,22 +19,28 @@ from torch import Tensor
 @dataclass(frozen=True)
 class RolloutGap:
     """Of all tokens of a batch: `mean` (signed), `mean_abs` and `max_abs` of d_t, nats; and of all completions `ratio`,
-    the mean of s, and `ratio_spread`, the largest |log s|."""
+    the mean of s, and `ratio_spread`, the largest |log s|.
+
+    Of a model with latent steps: `flipped`, the share of tokens at or behind a flipped halting decision of their row,
+    and `max_abs_unflipped`, the largest |d_t| of the others."""
 
     mean: float
     mean_abs: float
     max_abs: float
     ratio: float
     ratio_spread: float
+    flipped: float | None = None
+    max_abs_unflipped: float | None = None
 
     @classmethod
-    def of(cls, scored: Tensor, sampled: Tensor, mask: Tensor) -> "RolloutGap":
-        """scored, sampled [B, T]: log-probabilities by the trainer's forward and by the rollout; mask [B, T]."""
+    def of(cls, scored: Tensor, sampled: Tensor, mask: Tensor, is_flipped: Tensor | None = None) -> "RolloutGap":
+        """scored, sampled [B, T]: log-probabilities by the trainer's forward and by the rollout; mask [B, T].
+        is_flipped [B, T]: see `flipped`."""
         mask = mask.bool()
         lengths = mask.sum(-1)
         gap = (scored - sampled).double().masked_fill(~mask, 0.0)
         if not mask.any():
-            return cls(0.0, 0.0, 0.0, 1.0, 0.0)
+            return cls(0.0, 0.0, 0.0, 1.0, 0.0, *((0.0, 0.0) if is_flipped is not None else ()))
         logs = (gap.sum(-1) / lengths.clamp(min=1))[lengths > 0]
         return cls(
             float(gap.sum() / mask.sum()),
@@ -40,7 +48,28 @@ class RolloutGap:
             float(gap.abs().max()),
             float(logs.exp().mean()),
             float(logs.abs().max()),
+            *(() if is_flipped is None else _of_flips(gap, mask, is_flipped.bool())),
         )
+
+    def row(self) -> dict[str, float]:
+        """What there is, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def _of_flips(gap: Tensor, mask: Tensor, is_flipped: Tensor) -> tuple[float, float]:
+    share = float((is_flipped & mask).sum() / mask.sum())
+    return share, float(gap.abs().masked_fill(is_flipped, 0.0).max())
+
+
+def flipped_tokens(sampled: Tensor, scored: Tensor, attention_mask: Tensor, num_completion: int) -> Tensor:
+    """Which tokens of completions were scored from another number of latent steps than they were sampled from, their
+    own or an earlier token's: [B, num_completion].
+
+    sampled [B, T - 1], scored [B, T]: latent steps of each token of prompts and completions (the last was sampled, and
+    never taken in); attention_mask [B, T].
+    """
+    is_flip = (sampled != scored[:, : sampled.shape[1]]) & attention_mask[:, : sampled.shape[1]].bool()
+    return is_flip.cumsum(-1)[:, -num_completion:] > 0
 
 
 def truncated_weights(scored: Tensor, sampled: Tensor, mask: Tensor, limit: float) -> Tensor:

@@ -11,31 +11,39 @@ construction, and a gap invisible. Here it is measured, and has a limit. GSPO is
 Source: Recycler section 3.2.3, Eq. 5-7; GSPO (arXiv 2507.18071).
 """
 
+import copy
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
 
+from unspoken.decode.generate import latent_lengths
 from unspoken.errors import UnspokenError
 from unspoken.models.latent_lm import LatentForCausalLM, without_peft
 from unspoken.models.recycler import RecyclerForCausalLM
-from unspoken.rl.gap import RolloutGap, truncated_weights
+from unspoken.rl.gap import RolloutGap, flipped_tokens, truncated_weights
 
 
 class LatentGRPOTrainer(GRPOTrainer):
     """As `trl.GRPOTrainer`, with `gap/...` and `rollout/tokens_per_second` in the log.
 
+    reference: what the KL term pulls back to (`beta`), by default the model as it is given.
     num_scoring_passes: k, by default the model's `num_train_passes`; or "exact", what the rollout computed: its prefill
         passes over the prompt, then the recurrence over the completion, token by token. For audits.
     num_prefill_passes: of a rollout's prompt; by default the model's. With 1, no state is recycled into the prompt when
         k passes score it.
     gap_limit: of the mean |d_t| in nats; above it, `on_gap`: "stop" ends the run, "correct" weighs each completion by
-    its ratio, at most `correction_limit` and at least the inverse.
+        its ratio, at most `correction_limit` and at least the inverse.
+
+    Groups of equal reward (`frac_reward_zero_std`) have no advantage in TRL. Here neither have groups in which every
+    completion was cut off (`groups/all_truncated`, a share of all groups), nor completions that end before their first
+    token (`completions/empty_ratio`): they tell nothing of an answer.
 
     Raises:
         TypeError: the model is no latent one.
@@ -45,7 +53,11 @@ class LatentGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        *args: Any,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *others: Any,
+        reference: Any = None,
         num_scoring_passes: int | str | None = None,
         num_prefill_passes: int | None = None,
         gap_limit: float | None = None,
@@ -53,7 +65,14 @@ class LatentGRPOTrainer(GRPOTrainer):
         correction_limit: float = 2.0,
         **kwargs: Any,
     ):
-        super().__init__(*args, **kwargs)
+        is_peft = kwargs.get("peft_config") is not None or without_peft(model) is not model
+        beta = 0.0 if args is None or is_peft else args.beta
+        if args is not None and beta:
+            args.beta = 0.0  # TRL would load a reference by its name, and fails with classes that are not transformers'
+            reference = copy.deepcopy(model) if reference is None else reference
+        super().__init__(model, reward_funcs, args, *others, **kwargs)
+        if beta:
+            self._refer_to(reference.eval(), beta)
         latent: Any = without_peft(self.accelerator.unwrap_model(self.model))
         if not isinstance(latent, LatentForCausalLM):
             raise TypeError(
@@ -72,19 +91,32 @@ class LatentGRPOTrainer(GRPOTrainer):
         elif num_scoring_passes not in (None, 1, "exact") or num_prefill_passes not in (None, 1):
             raise ValueError(f"a {latent.config.model_type} model has one pass")
         self.last_gap: RolloutGap | None = None
+        self.sampled_lengths: Tensor | None = None  # latent steps of each token, in the rollout and in its scoring
+        self.scored_lengths: Tensor | None = None
+
+    def _refer_to(self, reference: Any, beta: float) -> None:
+        given: Any = self.args
+        given.beta = self.beta = beta
+        add_fused_lm_head(
+            reference,
+            temperature=self.temperature,
+            cast_lm_head_to_fp32=given.cast_lm_head_to_fp32,
+            outputs=("log_probs", "entropy"),
+        )
+        self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]]]:
         """TRL's rollout, with the log-probability of each token that was sampled."""
         model: Any = self.accelerator.unwrap_model(self.model)
         began = time.perf_counter()
-        with _recorded(model, self.temperature, self.rollout_options) as recorder:
+        options = (self.temperature, self.rollout_options, self.accelerator.autocast)
+        with _recorded(model, *options) as recorder, latent_lengths(without_peft(model)) as lengths:
             completion_ids, _ = super()._generate_single_turn(*args, **kwargs)
         mode = "train" if model.training else "eval"
         num_tokens = sum(map(len, completion_ids))
         self._metrics[mode]["rollout/tokens_per_second"].append(num_tokens / max(1e-9, time.perf_counter() - began))
-        lengths = [len(ids) for ids in completion_ids]
-        self._metrics[mode]["completions/empty_ratio"].append(sum(n <= 1 for n in lengths) / max(1, len(lengths)))
-        return completion_ids, recorder.log_probabilities(lengths)
+        self.sampled_lengths = torch.cat(lengths, dim=1) if lengths else None
+        return completion_ids, recorder.log_probabilities([len(ids) for ids in completion_ids])
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -98,6 +130,22 @@ class LatentGRPOTrainer(GRPOTrainer):
         **_images: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """By the scoring passes: log-probabilities and entropies [B, completion], and the experts' loss."""
+        with latent_lengths(without_peft(self.accelerator.unwrap_model(model))) as lengths:
+            scores = self._score(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_aux_loss)
+        if model is self.model:
+            self.scored_lengths = torch.cat(lengths) if lengths else None
+        logps, entropies, aux_loss = scores
+        return logps, entropies if compute_entropy else None, aux_loss
+
+    def _score(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None,
+        compute_aux_loss: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         found: list[Any] = []
         for ids, mask in zip(
             input_ids.split(batch_size or len(input_ids)),
@@ -113,7 +161,7 @@ class LatentGRPOTrainer(GRPOTrainer):
             with self.accelerator.autocast():
                 found.append(model(**inputs, labels=labels, fused_lm_head=True))
         logps = torch.cat([output.log_probs[:, -logits_to_keep:] for output in found])
-        entropies = torch.cat([output.entropy[:, -logits_to_keep:] for output in found]) if compute_entropy else None
+        entropies = torch.cat([output.entropy[:, -logits_to_keep:] for output in found])
         aux_loss = torch.stack([output.aux_loss for output in found]).mean() if compute_aux_loss else None
         return logps, entropies, aux_loss
 
@@ -140,11 +188,16 @@ class LatentGRPOTrainer(GRPOTrainer):
         if scored is None:
             scored = self._scored(batch)
         sampled, mask = batch["sampling_per_token_logps"], batch["completion_mask"]
-        gathered = [self.accelerator.gather_for_metrics(self._padded(one)) for one in (scored, sampled, mask)]
+        values = [scored, sampled, mask]
+        if self.sampled_lengths is not None and self.scored_lengths is not None:
+            read = torch.cat([batch["prompt_mask"], mask], dim=1)
+            values.append(flipped_tokens(self.sampled_lengths, self.scored_lengths, read, mask.shape[1]))
+        gathered = [self.accelerator.gather_for_metrics(self._padded(one)) for one in values]
         self.last_gap = RolloutGap.of(*gathered)
         model: Any = self.model
         mode = "train" if model.training else "eval"
-        for name, value in vars(self.last_gap).items():
+        self._silence_unanswered(batch, mode)
+        for name, value in self.last_gap.row().items():
             self._metrics[mode][f"gap/{name}"].append(value)
         if self.gap_limit is not None and self.last_gap.mean_abs > self.gap_limit:
             if self.on_gap == "stop":
@@ -154,6 +207,21 @@ class LatentGRPOTrainer(GRPOTrainer):
                 )
             batch["advantages"] = batch["advantages"] * truncated_weights(scored, sampled, mask, self.correction_limit)
         return batch
+
+    def _silence_unanswered(self, batch: dict[str, Any], mode: str) -> None:
+        """Count what holds no answer, and take its advantage away."""
+        ends = torch.tensor(self.eos_token_ids, device=batch["completion_ids"].device)
+        is_end = torch.isin(batch["completion_ids"], ends)
+        is_empty = is_end[:, 0]
+        is_cut = ~(is_end & batch["completion_mask"].bool()).any(-1)
+        size = self.num_generations if mode == "train" else self.num_generations_eval
+        is_lost = self.accelerator.gather(is_cut).view(-1, size).all(-1)
+        own = self.accelerator.process_index * len(is_cut)
+        lost_rows = is_lost.repeat_interleave(size)[own : own + len(is_cut)]
+        batch["advantages"] = batch["advantages"].masked_fill(is_empty | lost_rows, 0.0)
+        self._metrics[mode]["groups/all_truncated"].append(float(is_lost.double().mean()))
+        is_empty = self.accelerator.gather(is_empty)
+        self._metrics[mode]["completions/empty_ratio"].append(float(is_empty.double().mean()))
 
     @torch.no_grad()
     def _scored(self, batch: dict[str, Any]) -> Tensor:
@@ -195,12 +263,15 @@ class _Recorder(LogitsProcessor):
 
 
 @contextmanager
-def _recorded(model: Any, temperature: float, options: dict[str, Any]) -> Iterator[_Recorder]:
-    """Meanwhile the model's generate() has these options, and is taken down."""
+def _recorded(
+    model: Any, temperature: float, options: dict[str, Any], precision: Callable[[], AbstractContextManager]
+) -> Iterator[_Recorder]:
+    """Meanwhile the model's generate() has these options, in the precision of training, and is taken down."""
     recorder, original = _Recorder(temperature), model.generate
 
     def generate(*args: Any, **kwargs: Any) -> Tensor:
-        sequences = original(*args, **kwargs, **options, logits_processor=LogitsProcessorList([recorder]))
+        with precision():
+            sequences = original(*args, **kwargs, **options, logits_processor=LogitsProcessorList([recorder]))
         recorder.take(sequences[:, -1])
         return sequences
 

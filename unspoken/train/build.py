@@ -130,7 +130,10 @@ def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
         UsageError: a key that the backbone's configuration does not have, a vocabulary or length that does not fit.
     """
     section = recipe.model
-    model = _new(section, data) if section.from_pretrained is None else _pretrained(section, data)
+    if section.from_pretrained is None:
+        model = _new(section, data)
+    else:
+        model = pretrained_model(section, data.tokenizer, data.name)
     config: Any = model.config
     if recipe.train.third_pass_fraction and not isinstance(config, RecyclerConfig):
         raise UsageError("train.third_pass_fraction: the plain model has one pass")
@@ -146,6 +149,17 @@ def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
             f"max_position_embeddings, {longest}"
         )
     return model.train()
+
+
+def end_answers(data: Data, model: LatentForCausalLM) -> None:
+    """Have generated text end where the rows' answers end, beside where it ended before: a pretrained model may have
+    been told of another token."""
+    config, end = model.generation_config, data.tokenizer.eos_token_id
+    if not isinstance(data.train, ChatWindows) or config is None or end is None:
+        return
+    known = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or [])
+    ends = [end, *(token for token in known if token != end)]
+    config.eos_token_id = end if len(ends) == 1 else ends
 
 
 def show_prompts(data: Data, config: Any) -> None:
@@ -236,15 +250,21 @@ def _new(section: ModelSection, data: Data) -> LatentForCausalLM:
         raise UsageError(f"model.backbone: {str(error).strip().splitlines()[-1].strip()}") from error
 
 
-def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
+def pretrained_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, data_name: str) -> LatentForCausalLM:
+    """The model of `from_pretrained`, made a latent one if `method` says which, in float32 on the CPU. `tokenizer` is
+    the data's; it learns the pause that the model knows.
+
+    Raises:
+        UsageError: a plain model without a method, fields that are not its method's, another tokenizer.
+    """
     name = section.from_pretrained or ""
-    source, tokenizer = load_source(name, "float32")
-    if tokenizer is not None:
-        _check_tokenizer(tokenizer, data, name)
-    if tokenizer is not None and pause_id(tokenizer) is not None:
-        with_pause(data.tokenizer)  # what the model knows it keeps
-    if pause_id(data.tokenizer) is not None and len(data.tokenizer) > len(source.get_input_embeddings().weight):  # type: ignore[arg-type]
-        source.resize_token_embeddings(len(data.tokenizer))
+    source, own = load_source(name, "float32")
+    if own is not None:
+        _check_tokenizer(own, tokenizer, data_name, name)
+    if own is not None and pause_id(own) is not None:
+        with_pause(tokenizer)  # what the model knows it keeps
+    if pause_id(tokenizer) is not None and len(tokenizer) > len(source.get_input_embeddings().weight):  # type: ignore[arg-type]
+        source.resize_token_embeddings(len(tokenizer))
     if section.method is not None and type(source) is not METHODS[section.method]:
         return convert(source, section.method, **_method_fields(section))
     if not isinstance(source, LatentForCausalLM):
@@ -274,12 +294,12 @@ def _pretrained(section: ModelSection, data: Data) -> LatentForCausalLM:
     return source
 
 
-def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, data: Data, name: str) -> None:
-    if text_vocabulary(tokenizer) != text_vocabulary(data.tokenizer):
-        help = "train a new model on it" if task_of(data.tokenizer) else f"prepare it again with `--tokenizer {name}`"
-        raise UsageError(f"{data.name} has another tokenizer than {name}, so its ids mean other tokens; {help}")
-    if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(data.tokenizer):
-        print(f"note: {data.name} has {name}'s vocabulary but other tokenizer settings")
+def _check_tokenizer(own: Any, tokenizer: PreTrainedTokenizerBase, data_name: str, name: str) -> None:
+    if text_vocabulary(own) != text_vocabulary(tokenizer):
+        help = "train a new model on it" if task_of(tokenizer) else f"prepare it again with `--tokenizer {name}`"
+        raise UsageError(f"{data_name} has another tokenizer than {name}, so its ids mean other tokens; {help}")
+    if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
+        print(f"note: {data_name} has {name}'s vocabulary but other tokenizer settings")
 
 
 def pick_device(name: str) -> torch.device:

@@ -16,10 +16,11 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,9 +57,16 @@ class CheckpointWriter:
         self.pending: tuple[Future, Path] | None = None
 
     def save(
-        self, step: int, tensors: Tensors, record: dict[str, Any], config: PreTrainedConfig, best: int | None = None
+        self,
+        step: int,
+        tensors: Tensors,
+        record: dict[str, Any],
+        config: PreTrainedConfig,
+        best: int | None = None,
+        texts: Mapping[str, str] = MappingProxyType({}),
     ) -> Path:
         """Write the checkpoint of `step`, and drop the old ones. `record`: plain values. `best`: a step to be kept.
+        `texts`: further files by name.
 
         Raises:
             UnspokenError: the disk is full or not writable; earlier checkpoints are untouched.
@@ -66,7 +74,7 @@ class CheckpointWriter:
         self.wait()
         made, target = self.folder / f".step-{step:08d}", self._target(step)
         record = {"format": FORMAT, "step": step, "processes": self.ranks.size, **record}
-        self.ranks.on_main(lambda: _begin(made, target, config))
+        self.ranks.on_main(lambda: _begin(made, target, config, texts))
         options: Any = {
             "storage_writer": HuggingFaceStorageWriter(str(made), save_distributed=True),
             "no_dist": self.ranks.size == 1,
@@ -225,13 +233,15 @@ def _has_sizes(path: Path) -> bool:
         return False
 
 
-def _begin(made: Path, target: Path, config: PreTrainedConfig) -> None:
+def _begin(made: Path, target: Path, config: PreTrainedConfig, texts: Mapping[str, str]) -> None:
     """An empty folder beside the checkpoint's place, and nothing that a kill has left behind."""
     with _acting(target):
         for left in made.parent.glob(".step-*"):
             shutil.rmtree(left)
         made.mkdir(parents=True)
         config.save_pretrained(made)
+        for name, text in texts.items():
+            (made / name).write_text(text, encoding="utf-8")
 
 
 def _seal(made: Path, record: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """What a run shows: a progress bar in a terminal, plain lines elsewhere; never both."""
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -7,9 +9,21 @@ from unspoken.train.metrics import Row
 
 
 class RunConsole:
-    """Use as a context manager around the loop. Without a terminal a line is printed for each logged row."""
+    """Use as a context manager around the loop. Without a terminal a line is printed for each logged row.
 
-    def __init__(self, num_steps: int, first_step: int, console: Console | None = None, is_quiet: bool = False):
+    describe: a row in a few words. unit: what a step of it is called.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        first_step: int,
+        console: Console | None = None,
+        is_quiet: bool = False,
+        describe: Callable[[Row], str] | None = None,
+        unit: str = "step",
+    ):
+        self.describe, self.unit = describe or _losses, unit
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True, quiet=is_quiet)
         self.num_steps = num_steps
         self.first_step = first_step
@@ -19,7 +33,7 @@ class RunConsole:
     def __enter__(self) -> "RunConsole":
         if self.console.is_terminal and not self.console.quiet:
             self.progress = Progress(
-                TextColumn("step"),
+                TextColumn(self.unit),
                 MofNCompleteColumn(),
                 BarColumn(),
                 TextColumn("{task.fields[what]}"),
@@ -41,9 +55,9 @@ class RunConsole:
 
     def show(self, row: Row, remaining_seconds: float | None = None) -> None:
         """A logged row: in the bar, or as a line. Evaluations are a line in both."""
-        text = _losses(row)
+        text = self.describe(row)
         if row["kind"] == "eval":
-            self.say(f"step {row['step']:>6}  held out  {text}")
+            self.say(f"{self.unit} {row['step']:>6}  held out  {text}")
             return
         text += f"  {row['tokens_per_second']:,.0f} tok/s"
         if remaining_seconds is not None:
@@ -51,7 +65,7 @@ class RunConsole:
         if self.progress:
             self.progress.update(self.task, what=text)
         else:
-            self.say(f"step {row['step']:>6}/{self.num_steps}  {text}")
+            self.say(f"{self.unit} {row['step']:>6}/{self.num_steps}  {text}")
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)

@@ -24,7 +24,7 @@ MAY_CHANGE = {  # between a run and its resumption: they touch neither weights n
     "run.out", "run.device", "run.report_to", "data.path", "train.log_every", "train.eval_sequences",
     "train.eval_every", "train.save_every", "train.keep_last",
     "train.keep_best", "train.save_in_background", "train.micro_batch_size", "train.parallel", "train.keep_gathered",
-    "train.segmented_backward",
+    "train.segmented_backward", "train.eval_problems", "policy.gap_limit", "policy.on_gap", "policy.correction_limit",
 }  # fmt: skip
 
 

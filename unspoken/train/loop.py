@@ -6,9 +6,7 @@ processes all run this same loop, each on its rows of the batch; what they have 
 that is not finite) is agreed on in two small exchanges a step.
 """
 
-import signal
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +30,7 @@ from unspoken.train.progress import Clock, Progress
 from unspoken.train.recipe import Recipe
 from unspoken.train.schedule import LearningRate, drawn_at, is_uncut, passes_at
 from unspoken.train.selftest import SelfTest
+from unspoken.train.signals import Stop, stop_on_signal
 from unspoken.train.step import forward_backward
 
 NORMS_EVERY_STEPS = 50  # a forward of one sequence: a thousandth of the run
@@ -67,7 +66,7 @@ class TrainingLoop:
         self.losses = MeanWindow(loss_names(self.max_passes), model.device)
         self.latents = MeanWindow(LATENT_COLUMNS, model.device, counts_are_own=True)
         self.best: dict[str, Any] = {"step": None, "loss": None}
-        self.stop_signal = 0
+        self.stop = Stop()
         self.is_stopping = self.has_warned = False
         self.writer = CheckpointWriter(self.folder, self.ranks, recipe.train.keep_last, recipe.train.save_in_background)
         if checkpoint is not None:
@@ -87,7 +86,7 @@ class TrainingLoop:
                 another process of this run that is gone.
         """
         train, num_steps = self.recipe.train, self.recipe.num_steps
-        with naming_lost_ranks(self.ranks), self.console, self._until_signal():
+        with naming_lost_ranks(self.ranks), self.console, stop_on_signal(self.console.say, self.stop):
             if self.progress.step == 0 and train.eval_every:
                 self._evaluate()
             while self.progress.step < num_steps and not self.is_stopping:
@@ -122,7 +121,7 @@ class TrainingLoop:
         grad_norm = whole_number(torch.nn.utils.clip_grad_norm_(parameters, self.recipe.optim.max_grad_norm))
         # The one place where a step waits for the device: weights must not move on a gradient that is not a number.
         is_finite = bool(torch.isfinite(loss + grad_norm))
-        is_broken, self.is_stopping = self.ranks.any(not is_finite, bool(self.stop_signal))
+        is_broken, self.is_stopping = self.ranks.any(not is_finite, bool(self.stop))
         if is_broken:
             self._stop_not_finite(batch, pass_losses, float(grad_norm))
         self.optimizer.step()
@@ -264,25 +263,6 @@ class TrainingLoop:
             "train.autocast: none may help.",
             said_by_main=True,
         )
-
-    @contextmanager
-    def _until_signal(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the run after the current step; a second one ends it at once."""
-        signals = (signal.SIGINT, signal.SIGTERM)
-        before: dict[int, Any] = {number: signal.getsignal(number) for number in signals}
-
-        def stop(number: int, _frame: object) -> None:
-            self.stop_signal = number
-            signal.signal(number, before[number])
-            self.console.say("stopping after this step; once more ends it at once")
-
-        for number in signals:
-            signal.signal(number, stop)
-        try:
-            yield
-        finally:
-            for number in signals:
-                signal.signal(number, before[number])
 
 
 def model_tensors(model: LatentForCausalLM) -> dict[str, Tensor]:

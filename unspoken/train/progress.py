@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from unspoken.train.parallel import Ranks
 
@@ -34,6 +35,11 @@ class Progress:
         return replace(self, train_cpu_seconds=train, cpu_seconds=whole)
 
 
+class Timed(Protocol):
+    wall_seconds: float
+    cpu_seconds: float
+
+
 class Clock:
     """Wall and CPU seconds since it was made or last read."""
 
@@ -45,7 +51,7 @@ class Clock:
         self.wall, self.cpu = time.perf_counter(), time.process_time()
         return self.wall - wall, self.cpu - cpu
 
-    def add_to(self, progress: Progress) -> None:
+    def add_to(self, progress: Timed) -> None:
         seconds, cpu_seconds = self.lap()
         progress.wall_seconds += seconds
         progress.cpu_seconds += cpu_seconds

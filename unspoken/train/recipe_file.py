@@ -3,9 +3,9 @@
 A complaint names the file and line (or the option), the dotted key, and what was expected or is nearest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args, overload
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -14,35 +14,44 @@ from pydantic_core import ErrorDetails
 from unspoken.errors import UsageError, nearest
 from unspoken.train.recipe import Recipe
 
+R = TypeVar("R", bound=BaseModel)
 Origins = dict[str, str]  # dotted key -> where it was given: `recipe.yaml:12`, or `--train.max_steps`
 
 
-def load_recipe(path: Path, overrides: list[str]) -> Recipe:
-    """Read a recipe.
+@overload
+def load_recipe(path: Path, overrides: list[str]) -> Recipe: ...
+
+
+@overload
+def load_recipe(path: Path, overrides: list[str], schema: type[R]) -> R: ...
+
+
+def load_recipe(path: Path, overrides: list[str], schema: type[Any] = Recipe) -> Any:
+    """Read a recipe, of a training run unless `schema` says otherwise.
 
     overrides: what the command line holds beside its own options: `--a.b value` or `--a.b=value`, values in YAML.
 
     Raises:
         UsageError: no such file, not YAML, a key given twice, an unknown key, a wrong value.
     """
-    values, origins = read_yaml(path, "recipe")
+    values, origins = read_yaml(path, "recipe", _keys(schema))
     for key, value in parse_overrides(overrides):
         apply_override(values, key, value)
         origins = {name: where for name, where in origins.items() if not name.startswith(f"{key}.")}
         origins[key] = f"--{key}"
-    return check_recipe(values, str(path), origins)
+    return check_recipe(values, str(path), origins, schema)
 
 
-def check_recipe(values: dict[str, Any], source: str, origins: Origins) -> Recipe:
+def check_recipe(values: dict[str, Any], source: str, origins: Origins, schema: type[R]) -> R:
     """The recipe of nested values that came from `source`, each key from where `origins` says.
 
     Raises:
         UsageError: an unknown key, a wrong value; one line for each.
     """
     try:
-        return Recipe.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        complaints = [_complaint(details, source, origins) for details in error.errors()]
+        complaints = [_complaint(details, source, origins, schema) for details in error.errors()]
         raise UsageError("\n  ".join(complaints)) from None
 
 
@@ -65,8 +74,8 @@ def compact(values: dict[str, Any]) -> str:
     )
 
 
-def read_yaml(path: Path, what: str) -> tuple[dict[str, Any], Origins]:
-    """A mapping with the line of each of its keys. `what` it is (`recipe`, ...) is for messages.
+def read_yaml(path: Path, what: str, sections: Sequence[str] = ()) -> tuple[dict[str, Any], Origins]:
+    """A mapping with the line of each of its keys. `what` it is (`recipe`, ...) and its sections are for messages.
 
     Raises:
         UsageError: no such file, not YAML, not a mapping, a key given twice.
@@ -83,12 +92,9 @@ def read_yaml(path: Path, what: str) -> tuple[dict[str, Any], Origins]:
         where = f":{mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         raise UsageError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: a {what} is a mapping{_sections(what)}")
+        named = f" with the sections {', '.join(sections)}" if sections else ""
+        raise UsageError(f"{path}: a {what} is a mapping{named}")
     return values, dict(_key_lines(node, str(path)))
-
-
-def _sections(what: str) -> str:
-    return f" with the sections {', '.join(_keys(Recipe))}" if what == "recipe" else ""
 
 
 def _key_lines(node: yaml.Node, path: str, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -138,7 +144,7 @@ def apply_override(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def _complaint(details: ErrorDetails, path: str, origins: Origins) -> str:
+def _complaint(details: ErrorDetails, path: str, origins: Origins, schema: type[BaseModel]) -> str:
     names = [str(part) for part in details["loc"]]
     key = ".".join(names)
     origin = next((origins[part] for part in _and_parents(names) if part in origins), path)
@@ -147,7 +153,7 @@ def _complaint(details: ErrorDetails, path: str, origins: Origins) -> str:
     where = f"{origin}: {key}: " if key else f"{origin}: "
     match details["type"]:
         case "extra_forbidden":
-            return f"{where}unknown key{_suggestion(names)}"
+            return f"{where}unknown key{_suggestion(names, schema)}"
         case "missing":
             return f"{where}required, but not given"
         case "value_error":
@@ -162,13 +168,13 @@ def _and_parents(names: list[str]) -> Iterator[str]:
         yield ".".join(names[:end])
 
 
-def _suggestion(names: list[str]) -> str:
+def _suggestion(names: list[str], schema: type[BaseModel]) -> str:
     """The key of that name in another section, else the nearest of this section, and the section's keys."""
-    everywhere = [f"{section}.{key}" for section in _keys(Recipe) for key in _keys(_section([section]))]
+    everywhere = [f"{section}.{key}" for section in _keys(schema) for key in _keys(_section([section], schema))]
     for key in everywhere:
         if key.endswith(f".{names[-1]}"):
             return f" (did you mean {key!r}?)"
-    valid = _keys(_section(names[:-1]))
+    valid = _keys(_section(names[:-1], schema))
     return (
         nearest(names[-1], valid)
         or (nearest(names[-1], everywhere) if len(names) == 1 else "")
@@ -176,9 +182,9 @@ def _suggestion(names: list[str]) -> str:
     )
 
 
-def _section(names: list[str]) -> type[BaseModel]:
+def _section(names: list[str], schema: type[BaseModel]) -> type[BaseModel]:
     """The section that a path of keys leads to; an item of a list is one too."""
-    section: type[BaseModel] = Recipe
+    section = schema
     for name in names:
         if name in section.model_fields:
             section = next(_models_in(section.model_fields[name].annotation), BaseModel)

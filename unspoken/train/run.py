@@ -129,7 +129,7 @@ def _start(recipe: Recipe, resume: bool, device: "torch.device", ranks: "Ranks")
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from unspoken.train.build import open_data, show_prompts
+    from unspoken.train.build import end_answers, open_data, show_prompts
     from unspoken.train.loop import TrainingLoop
     from unspoken.train.metrics import check_trackers, open_trackers
 
@@ -140,6 +140,7 @@ def _start(recipe: Recipe, resume: bool, device: "torch.device", ranks: "Ranks")
     newest, cut = newest_checkpoint(folder, ranks) if resume else (None, [])
     model, values = ranks.together(lambda: _model(recipe, data, newest))
     show_prompts(data, model.config)
+    end_answers(data, model)
     model.to(device)
     ranks.on_main(lambda: _begin_folder(folder, values, data))
     trackers = open_trackers(recipe.run.report_to, folder, dict(dotted(values))) if ranks.is_main else []
@@ -219,15 +220,20 @@ def _resolved(recipe: Recipe, config: Any, data: "Data") -> dict[str, Any]:
     values = recipe.plain()
     given = values["model"]  # of a run that goes on, what it says now is held against what it was
     given.update({f: getattr(config, f) for f in METHOD_FIELDS if hasattr(config, f) and given.get(f) is None})
-    values["made_with"] = {
-        "data_fingerprint": data.fingerprint,
+    values["made_with"] = made_with(data.fingerprint)
+    return values
+
+
+def made_with(data_fingerprint: str) -> dict[str, Any]:
+    """What a run is made with, a new id among it."""
+    return {
+        "data_fingerprint": data_fingerprint,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         RUN_ID: uuid.uuid4().hex,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
     }
-    return values
 
 
 def _summary(loop: "TrainingLoop", is_finished: bool) -> dict[str, Any]:
@@ -243,7 +249,7 @@ def _summary(loop: "TrainingLoop", is_finished: bool) -> dict[str, Any]:
         **asdict(progress),
         "processes": loop.ranks.size,
         "best": loop.best,
-        "peak_memory_bytes": _peak_memory(loop.model.device),
+        "peak_memory_bytes": peak_memory(loop.model.device),
         "num_parameters": sum(p.numel() for p in loop.model.parameters()),
         "compute_parameters": num_parameters,
         "train_flops": 6 * num_parameters * progress.pass_tokens,
@@ -252,7 +258,7 @@ def _summary(loop: "TrainingLoop", is_finished: bool) -> dict[str, Any]:
     }
 
 
-def _peak_memory(device: Any) -> int:
+def peak_memory(device: Any) -> int:
     """Of the CUDA device, by tensors; or else of this process, all that it held."""
     import torch
 

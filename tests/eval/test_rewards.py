@@ -3,11 +3,12 @@
 import json
 import sys
 import types
+from decimal import Decimal
 
 import pytest
 
 from unspoken.errors import UnspokenError, UsageError
-from unspoken.rl.rewards import Checked, find
+from unspoken.eval.rewards import Checked, find, last_number
 
 
 def reward(value) -> Checked:
@@ -51,7 +52,8 @@ def test_a_function_of_the_users_is_found(monkeypatch):
         ("my_rewards:none", "reward my_rewards:none: .*has no attribute 'none'"),
         ("my_rewards:number", "is int, not a function"),
         ("no_such_module:f", "No module named 'no_such_module'"),
-        ("lenght", "no reward 'lenght'; there are reasoning_gym, math"),
+        ("lenght", "no reward 'lenght'; there are reasoning_gym, exact, last_number, math, and your own"),
+        ("last_numbr", r"no reward 'last_numbr' \(did you mean 'last_number'\?\)"),
     ):
         with pytest.raises(UsageError, match=message):
             find(name)
@@ -62,6 +64,47 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(UsageError, match=f"reward {name}: .*pip install"):
             find(name)
+
+
+def test_texts_are_compared_without_the_space_around_them():
+    completions = [" 7\n", "07", "The answer is 7", "yes", [{"role": "assistant", "content": "7 "}], ""]
+    assert find("exact")(["p"] * 6, completions, answer=["7", "7", "7", " yes", 7, "7"]) == [1, 0, 0, 1, 1, 0]
+    assert find("exact").fault({"answer": ""}) is None
+    assert find("exact").fault({"entry": "x"}) == "the row has no 'answer'"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3+8=11;11-5=6;6+9=15", "15"),
+        ("11-5", "5"),
+        ("(2)-5", "5"),
+        ("it is -5.", "-5"),
+        ("x=−5", "-5"),
+        ("7 - 5", "5"),
+        ("about 1,234,567 of them", "1234567"),
+        ("1,2,3", "3"),
+        ("1234,567", "567"),
+        ("1,2345", "2345"),
+        ("2.50 euros", "2.5"),
+        ("007", "7"),
+        ("15.", "15"),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == (None if number is None else Decimal(number))
+    if number is not None:
+        other = f"{text} and then {Decimal(number) + 1}"
+        assert find("last_number")(["p", "p"], [text, other], answer=[number, number]) == [1.0, 0.0]
+
+
+def test_the_last_number_needs_a_number_to_be_compared_with():
+    fault = find("last_number").fault
+    assert fault({"answer": "-1,234.5"}) is None and fault({"answer": 3}) is None
+    assert fault({"answer": "3 apples"}) == "'answer' is not a number" and fault({}) == "the row has no 'answer'"
+    assert find("last_number")(["p"], ["none"], answer=["none"]) == [0.0], "nothing is not equal to nothing"
 
 
 def test_problems_are_scored_exactly_unless_asked_otherwise(monkeypatch):
@@ -80,3 +123,7 @@ def test_problems_are_scored_exactly_unless_asked_otherwise(monkeypatch):
     completions = [[{"role": "assistant", "content": " 3\n"}], "4", "?"]
     assert find("reasoning_gym")(["p"] * 3, completions, entry=entry) == [1.0, 0.0, 0.0]
     assert find("reasoning_gym", partial=True)(["p"] * 3, completions, entry=entry) == [1.0, 0.4, 0.0]
+    fault = find("reasoning_gym").fault
+    assert fault({"entry": entry[0]}) is None and fault({"answer": "3"}) == "the row has no 'entry'"
+    assert "no problem of reasoning-gym (KeyError: 'metadata')" in fault({"entry": {}})
+    assert "no problem of reasoning-gym (JSONDecodeError" in fault({"entry": "{"})
