@@ -12,6 +12,7 @@ from unspoken.data import problems
 from unspoken.data.conversations import read_examples
 from unspoken.data.problem_specs import parse
 from unspoken.data.reasoning import DataSet, plain
+from unspoken.data.tokenizer import load_existing
 from unspoken.data.written_sum import WrittenSum
 from unspoken.errors import UsageError
 
@@ -123,8 +124,12 @@ def test_formats_and_the_instruction(tmp_path, library):
     more = ["--format", "plain", "--instruction", "Answer only."]
     run(tmp_path / "plain", "sums:max_number=99", "written_sum", more=more)
     run(tmp_path / "chat", "sums:max_number=99", "written_sum", more=more[2:])
+    tokenizer = load_existing(str(tmp_path / "plain" / "tokenizer"))
+    assert not (tmp_path / "chat" / "tokenizer").exists()
     for plain_row, chat_row in zip(rows(tmp_path / "plain", "train"), rows(tmp_path / "chat", "train")):
         assert plain_row["prompt"].endswith((" Answer only.", "= Answer only."))
+        ids = tokenizer(plain_row["prompt"]).input_ids
+        assert len(ids) == len(plain_row["prompt"]) and tokenizer.decode(ids) == plain_row["prompt"]
         assert chat_row["prompt"] == [{"role": "user", "content": plain_row["prompt"]}]
         assert chat_row["completion"] == [{"role": "assistant", "content": plain_row["completion"]}]
         assert plain_row["answer"] == chat_row["answer"]

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from unspoken.errors import UsageError
+from unspoken.rl.recipe import RLRecipe
 from unspoken.train.recipe import Recipe
 from unspoken.train.recipe_file import compact, dotted, load_recipe
 
@@ -149,12 +150,19 @@ def test_a_resolved_recipe_is_a_recipe_that_says_the_same(load, tmp_path):
 
 
 STUDIES = {*RECIPES.rglob("study.yaml"), *(RECIPES / "compare").iterdir()}  # tests/paper has those
-RECIPE_FILES = sorted({*RECIPES.rglob("*.yaml")} - STUDIES)
+RL_FILES = sorted((RECIPES / "rl").glob("*.yaml"))
+RECIPE_FILES = sorted({*RECIPES.rglob("*.yaml")} - STUDIES - {*RL_FILES})
 
 
 @pytest.mark.parametrize("path", RECIPE_FILES, ids=lambda p: str(p.relative_to(RECIPES)))
 def test_the_recipes_of_the_repository_are_valid(path):
-    assert load_recipe(path, []).num_steps > 0
+    recipe = load_recipe(path, [])
+    assert recipe.train.num_epochs or recipe.num_steps > 0
+
+
+@pytest.mark.parametrize("path", RL_FILES, ids=lambda p: p.name)
+def test_the_recipes_for_reinforcement_learning_are_valid(path):
+    assert load_recipe(path, [], RLRecipe).num_updates > 0
 
 
 def test_arms_of_a_comparison_differ_in_the_method_alone():

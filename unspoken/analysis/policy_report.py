@@ -71,7 +71,7 @@ def policy_report(folders: Sequence[Path], title: str) -> str:
     """
     runs = [read_policy_run(folder) for folder in folders]
     sections = [
-        Section("Reward and accuracy", [Figures(_outcomes(runs)), _results(runs)]),
+        Section("Reward and accuracy", [Figures(outcomes(runs)), _results(runs)]),
         Section("Rollout and scoring", [Text(GAP_CAPTION, "soft"), Figures(_gaps(runs))]),
         Section("Answers", [Figures(_shapes(runs))]),
         *(Section(f"Samples of {run.name}", _samples(run)) for run in runs if run.samples),
@@ -101,7 +101,8 @@ def _plot(
     return [(line_plot(series, Frame(title, "rollouts", unit, whole_x=True, min_y_span=span)), "")]
 
 
-def _outcomes(runs: Sequence[PolicyRun]) -> list[tuple[str, str]]:
+def outcomes(runs: Sequence[PolicyRun]) -> list[tuple[str, str]]:
+    """Plots of reward and of held-out accuracy, over rollouts."""
     tasks = list(
         dict.fromkeys(name for run in runs for row in run.rows for name in row if name.startswith("accuracy/"))
     )

@@ -5,6 +5,7 @@ written, `written_sum.py` what it makes).
 
     OUT/train.jsonl OUT/val.jsonl      {"prompt": ..., "completion": ..., "answer": "7", "task": "easy", "entry": ...}
     OUT/problems.json                  specs, seed, versions, and what each task's rows and answers are
+    OUT/tokenizer/                     with --format plain: one token for each character of these rows
 
 `entry` is what reasoning-gym's own scorer needs, as JSON text. Every answer of reasoning-gym is given to that scorer
 first, as it will be when a model is scored; what it does not give in full is left out and counted. No question is in
@@ -29,10 +30,11 @@ from rich.table import Table
 from unspoken.data.cache import check_folder, whole_folder
 from unspoken.data.problem_specs import Spec, parse
 from unspoken.data.reasoning import NUM_DRAWS, DataSet, Entry, Scorers, as_json, distinct, library_version
+from unspoken.data.tokenizer import character_tokenizer
 from unspoken.data.written_sum import WrittenSum
 from unspoken.errors import UnspokenError, UsageError, nearest
 
-MANIFEST, SPLITS = "problems.json", ("train", "val")
+MANIFEST, TOKENIZER, SPLITS = "problems.json", "tokenizer", ("train", "val")
 EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")  # of several right ones, in `metadata`
 HOPELESS = 50  # problems that cannot be used, before one that can
 
@@ -191,6 +193,9 @@ def write(tasks: Sequence[Task], options: Options, folder: Path) -> dict[str, An
         if num:
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    if not options.chat:
+        texts = (row["prompt"] + row["completion"] for task in tasks for rows in task.rows.values() for row in rows)
+        character_tokenizer(texts).save_pretrained(folder / TOKENIZER)
     is_ours = all(task.spec.name == WrittenSum.name for task in tasks)
     manifest = {
         "versions": {"unspoken": version("unspoken")} | ({} if is_ours else {"reasoning-gym": library_version()}),
