@@ -10,7 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
-from tests.families import BOS, EOS, PAD, VOCAB_SIZE, random_ids, tiny_model
+from tests.families import BOS, EOS, PAD, VOCAB_SIZE, adaptive_model, random_ids, tiny_model
 from tests.oracle import close
 from unspoken import RecyclerForCausalLM
 
@@ -296,11 +296,11 @@ def test_trl_grpo(tokenizer, tmp_path):
 LORA_TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
-def with_lora(model: RecyclerForCausalLM):
+def with_lora(model, part: str = "adapter"):
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=3, target_modules=LORA_TARGETS, modules_to_save=["adapter"], task_type="CAUSAL_LM", init_lora_weights=True
+        r=3, target_modules=LORA_TARGETS, modules_to_save=[part], task_type="CAUSAL_LM", init_lora_weights=True
     )
     return get_peft_model(model, config)
 
@@ -314,27 +314,32 @@ def train_a_little(model) -> None:
         optimizer.zero_grad()
 
 
-def test_lora_with_the_adapter_trained_saved_reloaded_and_merged(tmp_path):
-    """B86, and the plain mistake: LoRA freezes the adapter, which starts at zero and stays there."""
+@pytest.mark.parametrize("part", ["adapter", "router"])
+def test_lora_with_our_part_trained_saved_reloaded_and_merged(part, tmp_path):
+    """B86, and the plain mistake: LoRA freezes the adapter, which starts at zero and stays there, or the router."""
     from peft import PeftModel
 
-    fresh_model().save_pretrained(tmp_path / "base")
+    tied = {"tie_word_embeddings": True}
+    source = fresh_model() if part == "adapter" else adaptive_model("llama", torch.float32, text=tied)
+    source.save_pretrained(tmp_path / "base")
+    before = {name: p.clone() for name, p in getattr(source.model, part).named_parameters()}
 
-    def base() -> RecyclerForCausalLM:
+    def base():
         return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
 
     ids, original = random_ids(2, 9), base()
-    model = with_lora(base()).train()
+    model = with_lora(base(), part).train()
     close(model(input_ids=ids).logits, original(ids).logits, 1e-5)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert all("lora" in name or "adapter.modules_to_save" in name for name in trained)
-    assert any("adapter.modules_to_save" in name and "proj" in name for name in trained)
+    assert all("lora" in name or f"{part}.modules_to_save" in name for name in trained)
+    assert any(f"{part}.modules_to_save" in name and name.endswith("weight") for name in trained)
     train_a_little(model)
     model.eval()
     expected = model(input_ids=ids).logits
     assert (expected - original(ids).logits).abs().max() > 0.01
     model.save_pretrained(tmp_path / "lora")
-    assert sum(f.stat().st_size for f in Path(tmp_path / "lora").iterdir()) < 60_000  # not the whole model
+    kept = sum(f.stat().st_size for f in Path(tmp_path / "lora").iterdir())
+    assert kept < 60_000, "not the whole model"
     reloaded = PeftModel.from_pretrained(base(), tmp_path / "lora").eval()
     close(reloaded(input_ids=ids).logits, expected, 1e-6)
     prompt = ids[:1]
@@ -342,8 +347,8 @@ def test_lora_with_the_adapter_trained_saved_reloaded_and_merged(tmp_path):
     assert torch.equal(reloaded.generate(input_ids=prompt, max_new_tokens=5, do_sample=False), text)
 
     merged = reloaded.merge_and_unload()
-    assert type(merged) is RecyclerForCausalLM
-    assert merged.model.adapter.proj.weight.any()
+    assert type(merged) is type(source)
+    assert all(not torch.equal(p, before[name]) for name, p in getattr(merged.model, part).named_parameters())
     close(merged(ids).logits, expected, 1e-5)
     merged.save_pretrained(tmp_path / "merged")
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
