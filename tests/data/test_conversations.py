@@ -7,7 +7,7 @@ import pytest
 
 from tests import texts
 from unspoken import cli
-from unspoken.data.conversations import encode, read_examples, split
+from unspoken.data.conversations import Example, Examples, _add, encode, read_examples, split
 from unspoken.errors import UnspokenError, UsageError
 
 MESSAGES = [
@@ -171,3 +171,49 @@ def test_the_file_is_shown_coloured(tokenizer, tmp_path, capsys):
     assert "2 rows" in out and "Two.<|im_end|>" in out and "rows.jsonl:1" in out
     assert cli.main(["data", "show", path]) == 2
     assert "--tokenizer MODEL shows rows to answer" in capsys.readouterr().err
+
+
+def test_what_a_prompt_holds_of_an_assistant_is_not_learned(tokenizer):
+    """Neither with a template that marks answers, its tags trimmed or not."""
+    for template in (None, MARKED, MARKED.replace("{% generation %}", "{%- generation -%}")):
+        one = texts.chat_tokenizer()
+        one.chat_template = template or one.chat_template
+        example = encode({"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}, one, "here")
+        assert learned(example, tokenizer) == ["Four.<|im_end|>"]
+
+
+def test_trimmed_marks_are_marks(tokenizer):
+    """They need no text that asks for an answer: this template refuses to write one."""
+    trimmed = texts.chat_tokenizer()
+    refusal = "{% if add_generation_prompt %}{{ raise_exception('asked') }}{% endif %}"
+    trimmed.chat_template = refusal + MARKED.replace("{% generation %}", "{%- generation -%}")
+    example = encode({"messages": MESSAGES[1:3]}, trimmed, "here")
+    assert learned(example, tokenizer) == ["Two.<|im_end|>"]
+
+
+def test_a_tokenizer_that_begins_every_text_begins_a_row_once():
+    """Pieces of one row get no beginnings of their own."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = texts.chat_tokenizer()
+    end = tokenizer.eos_token
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single=f"{end} $A", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    example = encode({"prompt": "One?", "completion": "Two."}, tokenizer, "here")
+    assert example.ids.tolist().count(tokenizer.eos_token_id) == 2 and example.ids[0] == tokenizer.eos_token_id
+    chat = encode({"messages": MESSAGES[1:3]}, tokenizer, "here")
+    text = tokenizer.apply_chat_template(MESSAGES[1:3], tokenize=False)
+    assert tokenizer.decode(chat.ids) == text
+
+
+def test_a_row_whose_only_target_is_its_first_token_is_left_out():
+    found = Examples()
+    _add(found, Example(np.array([3, 4]), np.array([True, False]), "here"), 8)
+    assert not found.rows and sum(found.dropped.values()) == 1
+
+
+def test_the_fingerprint_knows_what_is_learned():
+    ids = np.array([3, 4, 5])
+    one, other = (Examples([Example(ids, np.array(mask), "x")]) for mask in ([False, True, True], [False, False, True]))
+    assert one.fingerprint != other.fingerprint

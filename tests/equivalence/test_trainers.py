@@ -219,23 +219,30 @@ def test_our_sft_trainer_trains_every_pass_on_the_answers(packing, num_prefill_p
     trainer = LatentSFTTrainer(
         model, arguments, train_dataset=Dataset.from_list(halves), processing_class=tokenizer, callbacks=[Keep()]
     )
-    documents = [document for batch in trainer.get_train_dataloader() for document in apart(batch)]
+    batches = [list(apart(batch)) for batch in trainer.get_train_dataloader()]
+    documents = [document for batch in batches for document in batch]
     trainer.train()
     model.zero_grad()
     count = sum(int((document["labels"][:, 1:] != -100).sum()) for document in documents)
-    total = torch.zeros(2)
-    for document in documents:
-        if num_prefill_passes == 1:
-            document["prompt_mask"] = document["labels"] == -100
-        output = model(**document, use_cache=False, num_items_in_batch=count)
-        output.loss.backward()
-        total += output.pass_losses
+    total, means = torch.zeros(2), []
+    for batch in batches:
+        own = torch.zeros(2)
+        for document in batch:
+            if num_prefill_passes == 1:
+                document["prompt_mask"] = document["labels"] == -100
+            output = model(**document, use_cache=False, num_items_in_batch=count)
+            output.loss.backward()
+            own += output.pass_losses.detach()
+        total += own
+        means.append(own * count / sum(int((document["labels"][:, 1:] != -100).sum()) for document in batch))
     assert len(documents) == len(LENGTHS) and 0 < count < sum(len(w) for w in words)
     for name, parameter in model.named_parameters():
         close(seen[name], parameter.grad, 1e-5)
     row = trainer.state.log_history[0]
     assert row["loss"] == pytest.approx(float(total.sum()), rel=1e-4)
-    assert {"loss_pass_1", "loss_pass_2", "num_tokens"} <= row.keys()
+    logged = torch.tensor([row["loss_pass_1"], row["loss_pass_2"]])
+    close(logged, torch.stack(means).mean(0), 1e-4)
+    assert row["num_tokens"] == sum(document["input_ids"].numel() for document in documents)
 
 
 def test_our_sft_trainer_refuses_what_is_not_its_own(tokenizer, tmp_path):

@@ -8,11 +8,14 @@ import signal
 import pytest
 import torch
 import yaml
+from transformers import TrainerState
 
 from tests import texts
 from unspoken import cli
 from unspoken.data.tokenizer import character_tokenizer
+from unspoken.errors import UnspokenError
 from unspoken.models.load import load_model
+from unspoken.rl.checkpoints import SealedCheckpoints
 from unspoken.train.metrics import read_metrics
 
 REWARDS = '''
@@ -106,6 +109,7 @@ def test_a_run_leaves_what_it_did(finished, home):
     assert samples[0]["rewards"]["length"] == pytest.approx(len(samples[0]["completion"]) / 10)
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["completions"] == 32 and summary["updates"] == 8
+    assert summary["completion_tokens"] == round(sum(8 * row["completions/mean_length"] for row in train))
     page = (finished / "report.html").read_text()
     assert "Held-out problems, answered greedily" in page and "Gap to the rollout" in page
     before = load_model(home / "recycler")[0].state_dict()
@@ -167,8 +171,11 @@ def test_a_signal_ends_it_between_rollouts(finished, home, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("method", ["vanilla", "adaptive"])
 def test_other_methods(method, home, tmp_path):
-    sections = {"train": {"num_rollouts": 1, "save_every": 0, "eval_every": 0}, "policy": {"beta": 0.1}}
+    sections = {"train": {"num_rollouts": 1, "save_every": 2, "eval_every": 0}, "policy": {"beta": 0.1}}
     assert rl(recipe_of(home, tmp_path / "run", method, **sections), tmp_path) == 0
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        "step-00000001"
+    ]  # the last one is kept
     row = read_metrics(tmp_path / "run")[0]
     assert row["gap/max_abs"] < 1e-4 and ("gap/flipped" in row) == (method == "adaptive")
     assert (tmp_path / "run" / "reference" / "config.json").is_file() and row["kl"] >= 0
@@ -224,3 +231,12 @@ def test_reports_of_both_kinds_are_not_mixed(finished, home, tmp_path, capsys):
     (tmp_path / "other").mkdir()
     assert cli.main(["report", str(finished), str(tmp_path / "other"), "--out", str(out)]) == 2
     assert "a page of their own" in capsys.readouterr().err
+
+
+def test_no_checkpoint_is_written_among_a_rollouts_updates():
+    class Trainer(SealedCheckpoints):
+        def __init__(self):
+            self.state, self.updates_per_step = TrainerState(global_step=3), 2
+
+    with pytest.raises(UnspokenError, match="1 updates into a rollout"):
+        Trainer()._save_checkpoint(None, None)

@@ -215,7 +215,11 @@ def test_the_gap_has_a_limit(tokenizer, tmp_path):  # noqa: F811
     options = {"gap_limit": 1e-6}
     with pytest.raises(UnspokenError, match=r"nats a token, above its limit of 1e-06: score with more passes"):
         rollout(trainer_of(fresh(), tokenizer, tmp_path, options=options))
-    plain = rollout(trainer_of(fresh(), tokenizer, tmp_path, max_completion_length=40))
+    open_ended = trainer_of(fresh(), tokenizer, tmp_path, max_completion_length=40)
+    plain = rollout(open_ended)
+    gap = open_ended.last_gap
+    between = {"gap_limit": (gap.mean_abs + gap.max_abs) / 2}  # the limit is the mean's
+    rollout(trainer_of(fresh(), tokenizer, tmp_path, options=between, max_completion_length=40))
     options = {**options, "on_gap": "correct"}
     trainer = trainer_of(fresh(), tokenizer, tmp_path, options=options, max_completion_length=40)
     corrected = rollout(trainer)
@@ -223,7 +227,33 @@ def test_the_gap_has_a_limit(tokenizer, tmp_path):  # noqa: F811
     moves = plain["advantages"] != 0
     assert moves.sum() > 1
     weights = corrected["advantages"][moves] / plain["advantages"][moves]
-    assert ((weights >= 0.5) & (weights <= 2.0)).all() and (weights != 1).any()
+    scored, sampled, mask = trainer._scored(plain), plain["sampling_per_token_logps"], plain["completion_mask"]
+    expected = [float((a - b)[m.bool()].mean().exp()) for a, b, m in zip(scored, sampled, mask)]
+    torch.testing.assert_close(weights, torch.tensor(expected)[moves].clamp(0.5, 2.0), rtol=1e-3, atol=1e-4)
+    assert (weights != 1).any()
+
+
+def test_the_kl_term_pulls_to_the_model_as_it_began(tokenizer, tmp_path):  # noqa: F811
+    """Scored at the rollout's temperature, and left alone by what the policy learns. A reference may be given."""
+    model = fresh()
+    trainer = trainer_of(model, tokenizer, tmp_path, beta=0.1, temperature=0.7)
+    assert trainer.beta == trainer.args.beta == 0.1 and not trainer.ref_model.training
+    torch.nn.init.normal_(model.model.adapter.proj.weight, std=1.0)
+    batch = rollout(trainer)
+    for i, prompt, completion in rows_of(batch):
+        expected = log_probabilities(fresh(), prompt, completion, 0.7, num_passes=2)
+        found = batch["ref_per_token_logps"][i][: len(completion)]
+        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+    given = fresh()
+    assert trainer_of(fresh(), tokenizer, tmp_path, options={"reference": given}, beta=0.1).ref_model is given
+
+
+def test_rollouts_may_prefill_as_the_trainer_is_told(tokenizer, tmp_path):  # noqa: F811
+    """One pass, of a model whose own number is two."""
+    model = fresh()
+    trainer = trainer_of(model, tokenizer, tmp_path, options={"num_prefill_passes": 1, "num_scoring_passes": 16})
+    rollout(trainer)
+    assert trainer.last_gap.max_abs < 1e-4
 
 
 @pytest.mark.parametrize(
