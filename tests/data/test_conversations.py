@@ -217,3 +217,12 @@ def test_the_fingerprint_knows_what_is_learned():
     ids = np.array([3, 4, 5])
     one, other = (Examples([Example(ids, np.array(mask), "x")]) for mask in ([False, True, True], [False, False, True]))
     assert one.fingerprint != other.fingerprint
+
+
+def test_a_conversation_that_the_template_refuses_is_a_bad_row(tokenizer, tmp_path):
+    """One that the assistant begins: there is nothing to ask it with."""
+    path = write(tmp_path / "rows.jsonl", {"messages": MESSAGES}, {"messages": MESSAGES[2:3]})
+    with pytest.raises(UnspokenError, match=r"rows.jsonl:2: the chat template refuses the conversation"):
+        read_examples([path], tokenizer, 64)
+    found = read_examples([path], tokenizer, 64, on_bad_line="skip")
+    assert len(found.rows) == 1 and len(found.bad) == 1 and sum(found.dropped.values()) == 1

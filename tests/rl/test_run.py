@@ -207,10 +207,14 @@ def test_a_gap_above_its_limit_stops_the_run(home, tmp_path, capsys):
         ("policy", {"epsilon": 0}, "policy.epsilon"),
         ("data", {"validation_fraction": 0.0}, "no problem is held out"),
         ("rollout", {"max_new_tokens": 5000}, "together more than the model's context"),
+        ("reward", {"functions": ["rewards_of_test:length", "other:length"]}, "length is twice among `functions`"),
+        ("policy", {"num_scoring_passes": "exact"}, "train.gradient_checkpointing"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_is_sampled(section, values, message, home, tmp_path, capsys):
-    status = rl(recipe_of(home, tmp_path / "run", **{section: values}), tmp_path)
+    recipe = recipe_of(home, tmp_path / "run", **{section: values})
+    recipe["train"]["gradient_checkpointing"] = section == "policy"
+    status = rl(recipe, tmp_path)
     error = capsys.readouterr().err
     assert status in (1, 2) and message in error and "Traceback" not in error
     assert not (tmp_path / "run").exists()
@@ -240,3 +244,57 @@ def test_no_checkpoint_is_written_among_a_rollouts_updates():
 
     with pytest.raises(UnspokenError, match="1 updates into a rollout"):
         Trainer()._save_checkpoint(None, None)
+
+
+def test_where_text_ends_outlives_a_checkpoint(home, tmp_path):
+    """The source ends at two tokens, the tokenizer at one; a sample holds a line separator that is no line feed."""
+    from unspoken.analysis.policy_report import read_samples
+
+    model, tokenizer = load_model(home / "recycler")
+    model.generation_config.eos_token_id = [0, 8]
+    texts.save(tmp_path / "source", model, tokenizer)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    recipe = recipe_of(home, whole, model={"from_pretrained": str(tmp_path / "source")})
+    assert rl(recipe, tmp_path) == 0
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    (run / "summary.json").unlink()
+    lines = (run / "samples.jsonl").read_text().split("\n")
+    sample = json.loads(lines[0])
+    (run / "samples.jsonl").write_text(
+        "\n".join([json.dumps({**sample, "completion": "\u2028"}, ensure_ascii=False), *lines[1:]])
+    )
+    recipe["run"]["out"] = str(run)
+    recipe["train"]["eval_every"] = 0
+    assert rl(recipe, tmp_path, "--resume") == 0
+    assert all(torch.equal(weights(whole)[name], weight) for name, weight in weights(run).items())
+    ends = [load_model(folder / "model")[0].generation_config.eos_token_id for folder in (whole, run)]
+    assert ends == [[0, 8], [0, 8]]
+    assert read_samples(run / "samples.jsonl")[0]["completion"] == "\u2028"
+    assert load_model(run / "model")[0].config.text_config.pad_token_id is None
+
+
+def test_a_run_without_its_reference_cannot_go_on(home, tmp_path, capsys):
+    recipe = recipe_of(home, tmp_path / "run", policy={"beta": 0.1}, train={"num_rollouts": 2, "save_every": 1})
+    assert rl(recipe, tmp_path) == 0
+    shutil.rmtree(tmp_path / "run" / "reference")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000002")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert rl(recipe, tmp_path, "--resume") == 1
+    assert "reference is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "", "answer": "1"}, "the prompt is empty"),
+        ({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}, "all be texts or all be messages"),
+        ({"prompt": "1+1=", "answer": "2", "images": "x"}, "'images' means something else to TRL"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_named(row, message, home, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text((home / "sums.jsonl").read_text() + json.dumps(row) + "\n")
+    assert rl(recipe_of(home, tmp_path / "run", data={"files": [str(path)]}), tmp_path) == 1
+    error = capsys.readouterr().err
+    assert "rows.jsonl:37: " in error and message in error

@@ -4,8 +4,9 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests import texts
 from tests.equivalence.test_trainers import QUIET, text_of, tokenizer  # noqa: F401
-from tests.families import EOS, PAD, adaptive_model, random_ids, tiny_model
+from tests.families import EOS, PAD, VOCAB_SIZE, adaptive_model, random_ids, tiny_model
 from unspoken.errors import UnspokenError
 from unspoken.rl.trainer import LatentGRPOTrainer
 
@@ -146,6 +147,46 @@ def test_an_adaptive_model_is_off_only_where_a_halting_decision_flips(tokenizer,
     assert gap.max_abs > 1e-3 and gap.max_abs_unflipped < 1e-4
 
 
+@pytest.mark.parametrize("method", ["recycler", "adaptive"])
+@pytest.mark.parametrize("passes", [None, "exact"])
+def test_experts_are_scored_and_not_balanced(method, passes, tokenizer, tmp_path):  # noqa: F811
+    """TRL's balancing loss knows neither passes nor latent steps."""
+    text = {"eos_token_id": EOS, "output_router_logits": True}
+    make = tiny_model if method == "recycler" else adaptive_model
+    model = make("qwen3_moe", torch.float32, text=text)
+    options = {"num_scoring_passes": passes}
+    trainer = trainer_of(model, tokenizer, tmp_path, options=options, gradient_checkpointing=False)
+    batch = rollout(trainer)
+    trainer.current_gradient_accumulation_steps = 1
+    batch["advantages"] = torch.tensor([1.0, -1.0, 0.5, -0.5])
+    trainer._compute_loss(model.train(), batch).backward()
+    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    assert "aux_loss" not in trainer._metrics["train"]
+
+
+def test_ponder2_scores_old_and_new_policy_at_one_depth(tokenizer, tmp_path):  # noqa: F811
+    """In training its own forwards draw theirs."""
+    model = texts.text_model("ponder2", text={"vocab_size": VOCAB_SIZE, "eos_token_id": EOS})
+    trainer = trainer_of(model, tokenizer, tmp_path, gradient_checkpointing=False)
+    batch = rollout(trainer)
+    scores = [trainer._scored(batch) for _ in range(4)]
+    assert all(torch.equal(one, scores[0]) for one in scores)
+    with pytest.raises(ValueError, match="scored by their refinements"):
+        trainer_of(model, tokenizer, tmp_path, options={"num_scoring_passes": "exact"})
+
+
+def test_the_models_own_cut_offs_take_no_part(tokenizer, tmp_path):  # noqa: F811
+    """B96: what they cut off would be scored as if it could have been sampled."""
+    seen = []
+    for cut in ({}, {"epsilon_cutoff": 0.05, "typical_p": 0.2, "suppress_tokens": list(range(3, 60))}):
+        model = fresh()
+        model.generation_config.update(**cut)
+        batch = rollout(trainer_of(model, tokenizer, tmp_path))
+        seen.append(batch["completion_ids"])
+        assert all(getattr(model.generation_config, name) == value for name, value in cut.items())
+    assert torch.equal(*seen)
+
+
 def test_what_holds_no_answer_has_no_advantage(tokenizer, tmp_path):  # noqa: F811
     """Groups of four: one all cut off, one with an empty completion and one that was cut off."""
     trainer = trainer_of(fresh(), tokenizer, tmp_path)
@@ -262,6 +303,7 @@ def test_rollouts_may_prefill_as_the_trainer_is_told(tokenizer, tmp_path):  # no
         ({"top_p": 0.9}, {}, "top_p=0.9: the rollout would sample from another distribution"),
         ({"top_k": 20}, {}, "top_k=20"),
         ({"repetition_penalty": 1.1}, {}, "repetition_penalty=1.1"),
+        ({"generation_kwargs": {"top_p": 0.3}}, {}, r"generation_kwargs \(top_p\)"),
         ({}, {"on_gap": "ignore"}, "on_gap must be 'stop' or 'correct'"),
     ],
 )

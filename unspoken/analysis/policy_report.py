@@ -57,10 +57,20 @@ def read_policy_run(folder: Path) -> PolicyRun:
         rows = read_metrics(folder) if (folder / JSONL).is_file() else []
         has_summary = (folder / SUMMARY).is_file()
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8")) if has_summary else {}
-        lines = (folder / SAMPLES).read_text(encoding="utf-8").splitlines() if (folder / SAMPLES).is_file() else []
-        return PolicyRun(folder.name, recipe, rows, summary, [json.loads(line) for line in lines])
+        return PolicyRun(folder.name, recipe, rows, summary, read_samples(folder / SAMPLES))
     except ValueError as error:
         raise UnspokenError(f"{folder}: its records cannot be read: {error}") from error
+
+
+def sample_line(sample: dict[str, Any]) -> str:
+    return json.dumps(sample, ensure_ascii=False) + "\n"
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """A run's samples; a last line cut short by a kill is left out. Lines end at line feeds alone: what was sampled may
+    hold other line ends."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def policy_report(folders: Sequence[Path], title: str) -> str:

@@ -73,7 +73,15 @@ def read_examples(files: Iterable[str | Path], tokenizer: Any, max_length: int, 
             fault = row if isinstance(row, BadRow) else _fault(path, *row)
             if not isinstance(row, BadRow) and fault is None:
                 number, values = row
-                _add(found, encode(values, tokenizer, f"{path}:{number}"), max_length)
+                try:
+                    example = encode(values, tokenizer, f"{path}:{number}")
+                except UnspokenError as error:
+                    if isinstance(error, UsageError) or on_bad_line == "error":
+                        raise
+                    found.bad.append(BadRow(path, number, "template", str(error).removeprefix(f"{path}:{number}: ")))
+                    found.dropped["the chat template refuses them"] += 1
+                else:
+                    _add(found, example, max_length)
             elif fault is not None and on_bad_line == "error":
                 raise UnspokenError(f"{fault} (data.conversations.on_bad_line: skip leaves such rows out)")
             elif fault is not None:
@@ -125,7 +133,7 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any, place: str, fi
             encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
             return Example(np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool), place)
         spans = _spans(messages, tokenizer, place, first)
-    except (jinja2.TemplateError, KeyError, TypeError) as error:
+    except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
         raise UnspokenError(f"{place}: the chat template refuses the conversation: {error}") from error
     return _example(
         [

@@ -37,12 +37,17 @@ class SealedCheckpoints(Trainer):
     run_id: str
     updates_per_step: int
     config: Any
+    generation: dict[str, str]
 
-    def keep(self, run: Path, run_id: str, keep_last: int, updates_per_step: int, config: Any) -> None:
-        """Write checkpoints into a run's folder, named by their step: so many updates of the optimizer. config: the
-        model's before TRL wrote its pad token there, with which a model would be built whose pads do not learn."""
+    def keep(
+        self, run: Path, run_id: str, keep_last: int, updates_per_step: int, config: Any, generation: dict[str, str]
+    ) -> None:
+        """Write checkpoints into a run's folder, named by their step: so many updates of the optimizer. config,
+        generation: the model's before TRL wrote its pad token there, with which a model would be built whose pads do
+        not learn."""
         self.writer = CheckpointWriter(run, Ranks(), keep_last)
         self.run_id, self.updates_per_step, self.config = run_id, updates_per_step, config
+        self.generation = generation
 
     def progress(self) -> dict[str, Any]:
         """What else a checkpoint is to carry on."""
@@ -69,7 +74,7 @@ class SealedCheckpoints(Trainer):
             self._tensors() | generators(Ranks()),
             record,
             self.config,
-            texts={TRAINER_STATE_NAME: json.dumps(asdict(self.state), indent=1) + "\n"},
+            texts={TRAINER_STATE_NAME: json.dumps(asdict(self.state), indent=1) + "\n", **self.generation},
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

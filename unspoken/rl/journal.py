@@ -6,7 +6,6 @@ RUN/samples.jsonl        the first prompt of each rollout with its completions, 
 A loss near zero is no fault here: advantages add up to nothing, so it says little. Reward and gradient norm do.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from unspoken.analysis.policy_report import read_samples, sample_line
 from unspoken.rl.recipe import RLRecipe
 from unspoken.train.console import RunConsole
 from unspoken.train.metrics import MetricFiles, Row, track
@@ -168,7 +168,7 @@ class Journal(TrainerCallback):
                     "rewards": {name: logs["rewards"][name][number] for name in self.reward_names},
                     "advantage": logs["advantages"][number],
                 }
-                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+                file.write(sample_line(sample))
 
     def record(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -195,6 +195,6 @@ def _words(row: Row) -> str:
 
 def _drop_later_samples(path: Path, resume_step: int | None) -> None:
     """Those after the checkpoint that a run resumes from; all of them without one."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() and resume_step else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= (resume_step or 0)]
-    path.write_text("".join(kept), encoding="utf-8")
+    samples = read_samples(path) if resume_step else []
+    kept = [sample for sample in samples if sample["step"] <= (resume_step or 0)]
+    path.write_text("".join(map(sample_line, kept)), encoding="utf-8")

@@ -25,6 +25,7 @@ from unspoken.models.latent_lm import LatentForCausalLM
 from unspoken.rl.recipe import RLRecipe
 
 _STREAM = 5
+TAKEN = {"prompts", "completions", "completion_ids", "image", "images", "trainer_state", "log_extra", "log_metric"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Prompts:
 
     train: list[Problem]
     held_out: list[Problem]
+    tasks: list[str]
     fingerprint: str
 
 
@@ -59,14 +61,15 @@ def read_prompts(
             "data: no problem is held out, so there is nothing to evaluate on; raise validation_fraction, give "
             "validation_files, or set train.eval_every: 0"
         )
+    _check_kinds([*train, *held_out])
     limit = recipe.rollout.max_new_tokens
     for problem in [*train, *held_out]:
         _check_length(problem, tokenizer, model, limit)
     for function in functions:
         check_rows([*train, *held_out], function)
-    tasks = len({problem.task for problem in held_out})
-    asked = first_of_each_task(held_out, math.ceil(recipe.train.eval_problems / max(1, tasks)))
-    return Prompts(train, asked if recipe.train.eval_every else [], _fingerprint(train, held_out))
+    tasks = sorted({problem.task for problem in held_out})
+    asked = first_of_each_task(held_out, math.ceil(recipe.train.eval_problems / max(1, len(tasks))))
+    return Prompts(train, asked if recipe.train.eval_every else [], tasks, _fingerprint(train, held_out))
 
 
 class Rollouts(Dataset):
@@ -89,6 +92,17 @@ class Rollouts(Dataset):
             self._epochs = {epoch: frozen_random(self.seed, epoch, _STREAM).permutation(len(self.problems))}
         row = self.problems[int(self._epochs[epoch][place])].row
         return {name: row.get(name) for name in self.columns}
+
+
+def _check_kinds(problems: Sequence[Problem]) -> None:
+    """Raise UnspokenError for a row that TRL could not ask."""
+    for problem in problems:
+        if not problem.prompt:
+            raise UnspokenError(f"{problem.place}: the prompt is empty")
+        if isinstance(problem.prompt, str) != isinstance(problems[0].prompt, str):
+            raise UnspokenError(f"{problem.place}: prompts must all be texts or all be messages, unlike the first")
+        if taken := TAKEN & problem.row.keys():
+            raise UnspokenError(f"{problem.place}: {min(taken)!r} means something else to TRL; give it another name")
 
 
 def _check_length(

@@ -48,8 +48,9 @@ class RewardSection(Section):
     def _fits(self) -> Self:
         if self.weights is not None and len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.weights)} weights for {len(self.functions)} functions")
-        if twice := next((name for name in self.functions if self.functions.count(name) > 1), None):
-            raise ValueError(f"{twice} is twice among `functions`; give it a weight")
+        names = [name.rpartition(":")[2] for name in self.functions]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"{twice} is twice among `functions`; give it a weight, or one of them another name")
         if self.partial and "reasoning_gym" not in self.functions:
             raise ValueError("`partial` is for reasoning_gym, which is not among `functions`")
         return self
@@ -133,6 +134,10 @@ class RLRecipe(Section):
     def _consistent(self) -> Self:
         if self.model.from_pretrained is None:
             raise ValueError("model.from_pretrained: required; a policy begins as a trained model")
+        if self.policy.num_scoring_passes == "exact" and self.train.gradient_checkpointing:
+            raise ValueError(
+                "train.gradient_checkpointing: the recurrence of `num_scoring_passes: exact` needs a cache"
+            )
         share, rest = divmod(self.rollout.num_completions, self.train.updates_per_rollout)
         if rest:
             raise ValueError(

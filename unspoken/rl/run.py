@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from trl import GRPOConfig
 
 from unspoken.analysis.policy_report import policy_report
+from unspoken.config import RecyclerConfig
 from unspoken.data.tokenizer import load_existing
 from unspoken.errors import UnspokenError, UsageError
 from unspoken.eval import rewards
@@ -53,6 +54,7 @@ from unspoken.train.folder import (
     newest_checkpoint,
     same_run,
 )
+from unspoken.train.loop import generation_text
 from unspoken.train.metrics import Row, check_trackers, open_trackers
 from unspoken.train.optim import build_optimizer, freeze_adapter
 from unspoken.train.parallel import Ranks
@@ -92,6 +94,7 @@ def train(recipe: RLRecipe, resume: bool = False) -> int:
             tracker.finish()
         is_at_end = journal.progress.step == recipe.train.num_rollouts
         if is_at_end:
+            trainer.forget_pad()
             save(trainer.latent, load_existing(str(folder / TOKENIZER)), folder / MODEL, overwrite=True)
         _write_summary(trainer, journal, is_at_end)
         (folder / REPORT).write_text(policy_report([folder], folder.name), encoding="utf-8")
@@ -117,6 +120,13 @@ class PolicyTrainer(SealedCheckpoints, LatentGRPOTrainer):
     def progress(self) -> dict[str, Any]:
         return self.journal.record()
 
+    def forget_pad(self) -> None:
+        """The pad token that TRL wrote into the model: where it is the end token too, the next stage would not learn
+        its embedding."""
+        latent: Any = self.latent
+        latent.config.text_config.pad_token_id = self.config.text_config.pad_token_id
+        latent.generation_config.pad_token_id = self.config.text_config.pad_token_id
+
     def _clip_grad_norm(self, model: Any) -> Any:
         """transformers', and weights never move on a gradient that is not a number."""
         norm = super()._clip_grad_norm(model)
@@ -136,6 +146,9 @@ def _start(recipe: RLRecipe, resume: bool) -> tuple[PolicyTrainer, Journal]:
     newest, cut = newest_checkpoint(folder, Ranks()) if resume else (None, [])
     torch.manual_seed(recipe.run.seed)
     model = pretrained_model(recipe.model, tokenizer, "the model's folder") if newest is None else model_like(newest)
+    if tokenizer.eos_token_id is None:
+        raise UsageError("model.from_pretrained: its tokenizer has no end token, so no answer would end")
+    _check_depth(recipe, model)
     prompts = read_prompts(recipe, tokenizer, model, functions)
     values = recipe.plain() | {"made_with": made_with(prompts.fingerprint)}
     if newest is not None:
@@ -147,19 +160,26 @@ def _start(recipe: RLRecipe, resume: bool) -> tuple[PolicyTrainer, Journal]:
     journal = Journal(
         recipe,
         [function.__name__ for function in functions],
-        sorted({problem.task for problem in prompts.held_out}),
+        prompts.tasks,
         _evaluation(recipe, model, tokenizer, prompts, functions[0]),
         trackers,
         None if newest is None else Progress(**read_record(newest)["progress"]),
     )
     config = copy.deepcopy(model.config)
-    reference = _reference(recipe, model, tokenizer)
+    generation = generation_text(model)
+    reference = _reference(recipe, model, tokenizer, is_new=newest is None)
     torch.nn.Module.to(model, device)
     trainer = _trainer(recipe, model, tokenizer, prompts, functions, journal, reference)
-    trainer.keep(folder, values["made_with"][RUN_ID], recipe.train.keep_last, recipe.updates, config)
+    trainer.keep(folder, values["made_with"][RUN_ID], recipe.train.keep_last, recipe.updates, config, generation)
     trainer.begins_at = None if newest is None else str(newest)
     _say_what_begins(recipe, model, prompts, newest, cut, resume)
     return trainer, journal
+
+
+def _check_depth(recipe: RLRecipe, model: LatentForCausalLM) -> None:
+    passes = recipe.policy.num_scoring_passes
+    if passes not in (None, 1, "exact") and not isinstance(model.config, RecyclerConfig):
+        raise UsageError(f"policy.num_scoring_passes: {passes}: a {model.config.model_type} model has one pass")
 
 
 def _trainer(
@@ -269,14 +289,20 @@ def _evaluation(
 
 
 def _reference(
-    recipe: RLRecipe, model: LatentForCausalLM, tokenizer: PreTrainedTokenizerBase
+    recipe: RLRecipe, model: LatentForCausalLM, tokenizer: PreTrainedTokenizerBase, is_new: bool
 ) -> LatentForCausalLM | None:
-    """The policy as it began, which the KL term pulls back to; None without one."""
+    """The policy as it began, which the KL term pulls back to; None without one. is_new: the run begins now.
+
+    Raises:
+        UnspokenError: a run goes on, and what it began with is gone.
+    """
     if not recipe.policy.beta:
         return None
     folder = recipe.run.out / REFERENCE
-    if not folder.exists():
-        save(model, tokenizer, folder)
+    if is_new:
+        save(model, tokenizer, folder, overwrite=folder.exists())
+    elif not folder.exists():
+        raise UnspokenError(f"{folder} is gone, so the run has nothing for its KL term to pull to; it cannot go on")
     return load_model(folder, str(model.device), "float32")[0]
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -71,6 +71,10 @@ class LatentGRPOTrainer(GRPOTrainer):
             args.beta = 0.0  # TRL would load a reference by its name, and fails with classes that are not transformers'
             reference = copy.deepcopy(model) if reference is None else reference
         super().__init__(model, reward_funcs, args, *others, **kwargs)
+        self.has_experts, self.aux_loss_enabled = (
+            self.aux_loss_enabled,
+            False,
+        )  # TRL's balances what all passes and latent steps sent, as if it were one pass
         if beta:
             self._refer_to(reference.eval(), beta)
         latent: Any = without_peft(self.accelerator.unwrap_model(self.model))
@@ -90,6 +94,10 @@ class LatentGRPOTrainer(GRPOTrainer):
             self.rollout_options["num_passes"] = num_prefill_passes or config.num_prefill_passes
         elif num_scoring_passes not in (None, 1, "exact") or num_prefill_passes not in (None, 1):
             raise ValueError(f"a {latent.config.model_type} model has one pass")
+        # PonderLM-2 draws its depth in training; old and new policy need the same one.
+        self.refinements: int | None = getattr(latent.config, "num_refinements", None)
+        if self.refinements is not None and num_scoring_passes == "exact":
+            raise ValueError("num_scoring_passes='exact': PonderLM-2's thoughts are scored by their refinements")
         self.last_gap: RolloutGap | None = None
         self.sampled_lengths: Tensor | None = None  # latent steps of each token, in the rollout and in its scoring
         self.scored_lengths: Tensor | None = None
@@ -129,46 +137,35 @@ class LatentGRPOTrainer(GRPOTrainer):
         compute_aux_loss: bool = False,
         **_images: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """By the scoring passes: log-probabilities and entropies [B, completion], and the experts' loss."""
+        """By the scoring passes: log-probabilities and entropies [B, completion], and no loss of experts."""
         with latent_lengths(without_peft(self.accelerator.unwrap_model(model))) as lengths:
-            scores = self._score(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_aux_loss)
+            logps, entropies = self._score(model, input_ids, attention_mask, logits_to_keep, batch_size)
         if model is self.model:
             self.scored_lengths = torch.cat(lengths) if lengths else None
-        logps, entropies, aux_loss = scores
-        return logps, entropies if compute_entropy else None, aux_loss
+        return logps, entropies if compute_entropy else None, None
 
     def _score(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None,
-        compute_aux_loss: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        found: list[Any] = []
-        for ids, mask in zip(
-            input_ids.split(batch_size or len(input_ids)),
-            attention_mask.split(batch_size or len(input_ids)),
-            strict=True,
-        ):
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None
+    ) -> tuple[Tensor, Tensor]:
+        logps, entropies = [], []
+        size = batch_size or len(input_ids)
+        for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
             inputs = {"input_ids": ids, "attention_mask": mask, **self._depth(ids, logits_to_keep)}
             inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)  # as generate() counts them
-            if compute_aux_loss:
-                inputs["output_router_logits"] = True
+            if self.has_experts:
+                inputs["output_router_logits"] = False
             labels = ids.masked_fill(mask == 0, -100)
             labels[:, :-logits_to_keep] = -100
             with self.accelerator.autocast():
-                found.append(model(**inputs, labels=labels, fused_lm_head=True))
-        logps = torch.cat([output.log_probs[:, -logits_to_keep:] for output in found])
-        entropies = torch.cat([output.entropy[:, -logits_to_keep:] for output in found])
-        aux_loss = torch.stack([output.aux_loss for output in found]).mean() if compute_aux_loss else None
-        return logps, entropies, aux_loss
+                output = model(**inputs, labels=labels, fused_lm_head=True)
+            logps.append(output.log_probs[:, -logits_to_keep:])
+            entropies.append(output.entropy[:, -logits_to_keep:])
+        return torch.cat(logps), torch.cat(entropies)
 
     def _depth(self, ids: Tensor, num_completion: int) -> dict[str, Any]:
         """Arguments of a scoring forward over prompts and completions [B, T], the last tokens."""
         if self.scoring is None:
-            return {}
+            return {} if self.refinements is None else {"num_refinements": self.refinements}
         if self.scoring == "exact":
             return {**self.rollout_options, "num_recurrent": num_completion}
         depth: dict[str, Any] = {"num_passes": self.scoring}
@@ -192,7 +189,7 @@ class LatentGRPOTrainer(GRPOTrainer):
         if self.sampled_lengths is not None and self.scored_lengths is not None:
             read = torch.cat([batch["prompt_mask"], mask], dim=1)
             values.append(flipped_tokens(self.sampled_lengths, self.scored_lengths, read, mask.shape[1]))
-        gathered = [self.accelerator.gather_for_metrics(self._padded(one)) for one in values]
+        gathered = [self.accelerator.gather(self._padded(one)) for one in values]
         self.last_gap = RolloutGap.of(*gathered)
         model: Any = self.model
         mode = "train" if model.training else "eval"
@@ -206,7 +203,15 @@ class LatentGRPOTrainer(GRPOTrainer):
                     f"limit of {self.gap_limit}: score with more passes (or exact), or correct for it"
                 )
             batch["advantages"] = batch["advantages"] * truncated_weights(scored, sampled, mask, self.correction_limit)
+        self._log_advantages(batch)
         return batch
+
+    def _log_advantages(self, batch: dict[str, Any]) -> None:
+        """As they are trained on, for TRL's table of samples."""
+        advantages = self.accelerator.gather(batch["advantages"]).tolist()
+        logged: Any = self._logs["advantages"]
+        for place, advantage in enumerate(advantages, start=len(logged) - len(advantages)):
+            logged[place] = advantage
 
     def _silence_unanswered(self, batch: dict[str, Any], mode: str) -> None:
         """Count what holds no answer, and take its advantage away."""
@@ -266,7 +271,8 @@ class _Recorder(LogitsProcessor):
 def _recorded(
     model: Any, temperature: float, options: dict[str, Any], precision: Callable[[], AbstractContextManager]
 ) -> Iterator[_Recorder]:
-    """Meanwhile the model's generate() has these options, in the precision of training, and is taken down."""
+    """Meanwhile the model's generate() has these options, in the precision of training, and is taken down. What its
+    own settings would do to the distribution (penalties, cut-offs) is left out: it would not be scored."""
     recorder, original = _Recorder(temperature), model.generate
 
     def generate(*args: Any, **kwargs: Any) -> Tensor:
@@ -275,10 +281,12 @@ def _recorded(
         recorder.take(sequences[:, -1])
         return sequences
 
-    model.generate = generate
+    own, model.generate = model.generation_config, generate
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
     try:
         yield recorder
     finally:
+        model.generation_config = own
         del model.generate
 
 
@@ -290,5 +298,8 @@ def _check_sampling(args: Any) -> None:
                 f"{name}={value}: the rollout would sample from another distribution than the one that is scored; "
                 "leave it out (temperature is scored as it is sampled)"
             )
+    if args.generation_kwargs:
+        names = ", ".join(args.generation_kwargs)
+        raise ValueError(f"generation_kwargs ({names}): what they do to the rollout is not scored; leave them out")
     if args.use_vllm:
         raise ValueError("use_vllm: latent models are not served by vLLM here; rollouts are generate()'s")

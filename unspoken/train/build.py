@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from unspoken.config import AdaptiveLatentConfig, RecyclerConfig, scaled_init
@@ -33,6 +33,7 @@ from unspoken.train.recipe import METHOD_FIELDS, ConversationsSection, ModelSect
 # Said once, when an adapter or a gate is made.
 OF_NEW_PARTS = ("adapter_norm", "feedback", "router", "router_bias", "exit_gate")
 UNDECLARED = ("head_dim",)  # read by the layers of families whose configuration does not name it (qwen3_moe)
+GENERATION = "generation_config.json"  # in a checkpoint
 HELD_OUT_SEED = 0  # not the run's: two arms of a comparison are measured on the same windows
 
 
@@ -323,5 +324,8 @@ def model_like(checkpoint: Path) -> LatentForCausalLM:
     config = AutoConfig.from_pretrained(checkpoint)
     for latent_class in METHODS.values():
         if type(config) is latent_class.config_class:
-            return latent_class(config).train()
+            model = latent_class(config).train()
+            if (checkpoint / GENERATION).is_file():  # not in those of earlier versions
+                model.generation_config = GenerationConfig.from_pretrained(checkpoint)
+            return model
     raise UnspokenError(f"{checkpoint} holds a {config.model_type} model, not one trained here")

@@ -18,7 +18,7 @@ from torch import Tensor
 from unspoken.errors import UnspokenError
 from unspoken.latent.counts import COUNTS
 from unspoken.models.latent_lm import LatentForCausalLM
-from unspoken.train.build import Data, max_passes, num_passes
+from unspoken.train.build import GENERATION, Data, max_passes, num_passes
 from unspoken.train.checkpoint import SEAL, CheckpointWriter, generators, read_record, read_tensors, set_generators
 from unspoken.train.console import RunConsole
 from unspoken.train.heldout import held_out_losses
@@ -227,7 +227,8 @@ class TrainingLoop:
         }
         best = self.best["step"] if self.recipe.train.keep_best else None
         tensors = self._tensors() | generators(self.ranks)
-        return self.writer.save(self.progress.step, tensors, record, self.model.config, best)
+        texts = generation_text(self.model)
+        return self.writer.save(self.progress.step, tensors, record, self.model.config, best, texts)
 
     def _tensors(self) -> dict[str, Tensor]:
         return model_tensors(self.model) | optimizer_tensors(self.optimizer)
@@ -263,6 +264,12 @@ class TrainingLoop:
             "train.autocast: none may help.",
             said_by_main=True,
         )
+
+
+def generation_text(model: LatentForCausalLM) -> dict[str, str]:
+    """How the model's text is generated, and what ends it, as a checkpoint's file."""
+    config = model.generation_config
+    return {} if config is None else {GENERATION: config.to_json_string(use_diff=False)}
 
 
 def model_tensors(model: LatentForCausalLM) -> dict[str, Tensor]:
