@@ -30,7 +30,9 @@ Row = Mapping[str, Any]
 ANSWER, ENTRY = "answer", "entry"  # columns of the rows
 NAMES = ("reasoning_gym", "exact", "last_number", "math")
 # A minus behind a digit or a bracket takes something away: the last number of 9-5 is 5.
-_NUMBER = re.compile(r"(?:(?<![0-9)\]])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+_NUMBER = re.compile(
+    r"(?:(?<![0-9)\]])[-−])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+)
 
 
 def _nothing(row: Row) -> str | None:
