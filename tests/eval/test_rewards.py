@@ -29,6 +29,7 @@ def test_numbers_pass_and_columns_reach_the_function():
     [
         ([1.0, float("nan")], r"reward mine:reward returned nan for row 1, not a finite number"),
         ([float("inf"), 0.0], "returned inf for row 0"),
+        ([0.0, 1e300], "returned 1e\\+300 for row 1"),
         ([None, 1.0], "returned None for row 0"),
         (["1", 1.0], "returned '1' for row 0"),
         ([1.0], "returned 1 rewards for 2 completions"),
@@ -40,6 +41,14 @@ def test_what_is_no_reward_is_named(value, message):
     """B93: TRL takes them for nothing."""
     with pytest.raises(UnspokenError, match=message):
         reward(value)(["p", "p"], ["c", "c"])
+
+
+def test_a_function_that_fails_is_named():
+    def function(prompts, completions, **columns):
+        return columns["missing"]
+
+    with pytest.raises(UnspokenError, match=r"reward mine:reward failed: KeyError: 'missing'"):
+        Checked("mine:reward", function)(["p"], ["c"])
 
 
 def test_a_function_of_the_users_is_found(monkeypatch):

@@ -12,7 +12,6 @@ the function's name and the row. A scorer of reasoning-gym that raises on what a
 
 import importlib
 import json
-import math
 import os
 import re
 import sys
@@ -27,6 +26,7 @@ from unspoken.errors import UnspokenError, UsageError, first_line, nearest
 
 RewardFunction = Callable[..., Sequence[float]]
 Row = Mapping[str, Any]
+LARGEST = 3.4e38  # of float32, in which TRL keeps rewards
 ANSWER, ENTRY = "answer", "entry"  # columns of the rows
 NAMES = ("reasoning_gym", "exact", "last_number", "math")
 # A minus behind a digit or a bracket takes something away: the last number of 9-5 is 5.
@@ -55,15 +55,20 @@ class Checked:
         return self.name.rpartition(":")[2]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Raises UnspokenError for what is no reward, naming function and row."""
-        rewards = self.function(prompts=prompts, completions=completions, **columns)
+        """Raises UnspokenError for what is no reward, naming function and row, and for a function that fails."""
+        try:
+            rewards = self.function(prompts=prompts, completions=completions, **columns)
+        except UnspokenError:
+            raise
+        except Exception as error:
+            raise UnspokenError(f"reward {self.name} failed: {type(error).__name__}: {first_line(error)}") from error
         if not isinstance(rewards, Sequence) or isinstance(rewards, str):
             raise UnspokenError(f"reward {self.name} returned {type(rewards).__name__}, not a list of numbers")
         if len(rewards) != len(completions):
             count = len(completions)
             raise UnspokenError(f"reward {self.name} returned {len(rewards)} rewards for {count} completions")
         for row, reward in enumerate(rewards):
-            if not isinstance(reward, Real) or not math.isfinite(reward):
+            if not isinstance(reward, Real) or not abs(reward) <= LARGEST:
                 raise UnspokenError(f"reward {self.name} returned {reward!r} for row {row}, not a finite number")
         return [float(reward) for reward in rewards]
 
