@@ -174,38 +174,24 @@ def _data(commands) -> None:
 
 
 def _train(commands) -> None:
-    p = _command(
-        commands,
-        "train",
-        "unspoken.train.run:main",
-        "Pretrain or continue pretraining from a recipe; `--a.b value` overrides its keys.",
-        takes_overrides=True,
-    )
-    p.add_argument("recipe", help="YAML file; see recipes/")
-    p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
+    _recipe_command(commands, "train", "unspoken.train.run:main", "recipes/", "Pretrain or continue pretraining")
 
 
 def _sft(commands) -> None:
-    p = _command(
-        commands,
-        "sft",
-        "unspoken.train.run:sft",
-        "Fine-tune on conversations, or prompts and completions, from a recipe; `--a.b value` overrides its keys.",
-        takes_overrides=True,
-    )
-    p.add_argument("recipe", help="YAML file; see recipes/sft/")
-    p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
+    what = "Fine-tune on conversations, or prompts and completions,"
+    _recipe_command(commands, "sft", "unspoken.train.run:sft", "recipes/sft/", what)
 
 
 def _rl(commands) -> None:
-    p = _command(
-        commands,
-        "rl",
-        "unspoken.rl.run:main",
-        "Reinforcement learning on problems with checked answers, from a recipe; `--a.b value` overrides its keys.",
-        takes_overrides=True,
-    )
-    p.add_argument("recipe", help="YAML file; see recipes/rl/")
+    what = "Reinforcement learning on problems with checked answers,"
+    _recipe_command(commands, "rl", "unspoken.rl.run:main", "recipes/rl/", what)
+
+
+def _recipe_command(commands, name: str, handler: str, home: str, what: str) -> None:
+    """A run of a recipe into a folder of its own."""
+    help = f"{what} from a recipe; `--a.b value` overrides its keys."
+    p = _command(commands, name, handler, help, takes_overrides=True)
+    p.add_argument("recipe", help=f"YAML file; see {home}")
     p.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
 
 

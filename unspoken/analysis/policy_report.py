@@ -41,18 +41,23 @@ class PolicyRun:
 
 
 def is_policy_run(folder: Path) -> bool:
+    return _recipe(folder) is not None
+
+
+def _recipe(folder: Path) -> dict[str, Any] | None:
+    """What the run was asked, None where it is no run of `unspoken rl`."""
     try:
         recipe = yaml.safe_load((folder / RESOLVED).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return False
-    return isinstance(recipe, dict) and "rollout" in recipe
+        return None
+    return recipe if isinstance(recipe, dict) and "rollout" in recipe else None
 
 
 def read_policy_run(folder: Path) -> PolicyRun:
     """Raises UnspokenError for a folder that is no such run, or one whose records are damaged."""
-    if not is_policy_run(folder):
+    recipe = _recipe(folder)
+    if recipe is None:
         raise UnspokenError(f"{folder} is no run of `unspoken rl`: its {RESOLVED} has no rollouts")
-    recipe = yaml.safe_load((folder / RESOLVED).read_text(encoding="utf-8"))
     try:
         rows = read_metrics(folder) if (folder / JSONL).is_file() else []
         has_summary = (folder / SUMMARY).is_file()

@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from unspoken.data.frozen_random import hash_share
 from unspoken.data.rows import BadRow, find_files, message_fault, read_objects
 from unspoken.errors import UnspokenError, UsageError
 
@@ -219,11 +220,6 @@ def _part_fault(name: str, value: Any) -> str | None:
 
 def split(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
     """Those to train on and those held out, drawn by a hash of their ids: an equal row falls on the same side."""
-
-    def is_held_out(row: Example) -> bool:
-        digest = hashlib.blake2b(row.ids.tobytes(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") / 2**64 < fraction
-
-    held_out = [is_held_out(row) for row in examples.rows]
+    held_out = [hash_share(row.ids.tobytes()) < fraction for row in examples.rows]
     sides = [[row for row, out in zip(examples.rows, held_out) if out == side] for side in (False, True)]
     return Examples(sides[0], examples.dropped, examples.bad, examples.cut), Examples(sides[1])

@@ -1,4 +1,6 @@
-"""The generator behind every fixed order: the same numbers give the same stream under every version of numpy."""
+"""What is drawn the same under every version of numpy and of Python: orders, and shares by a hash."""
+
+import hashlib
 
 import numpy as np
 
@@ -18,3 +20,8 @@ def frozen_random(*numbers: int) -> np.random.RandomState:
     RandomState's streams are frozen, unlike those of newer generators: a run can be resumed under another numpy.
     """
     return np.random.RandomState(np.array(numbers, dtype=np.uint32))
+
+
+def hash_share(data: bytes) -> float:
+    """A number in [0, 1) for each `data`, the same everywhere: for who falls on which side, or what a step does."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") / 2**64

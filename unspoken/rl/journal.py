@@ -14,18 +14,17 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from unspoken.analysis.policy_report import read_samples, sample_line
+from unspoken.analysis.policy_report import SAMPLES, read_samples, sample_line
 from unspoken.rl.recipe import RLRecipe
 from unspoken.train.console import RunConsole
 from unspoken.train.metrics import MetricFiles, Row, track
 from unspoken.train.progress import Clock
 from unspoken.train.signals import Stop, stop_on_signal
 
-SAMPLES = "samples.jsonl"
 OF_TRAINER = (
     "loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "groups/all_truncated",
     "completions/mean_length", "completions/max_length", "completions/clipped_ratio", "completions/empty_ratio",
-    "entropy", "kl", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean", "aux_loss",
+    "entropy", "kl", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean",
     "gap/mean", "gap/mean_abs", "gap/max_abs", "gap/ratio", "gap/ratio_spread", "gap/flipped", "gap/max_abs_unflipped",
 )  # fmt: skip
 Evaluate = Callable[[], Row]

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from unspoken.data.frozen_random import frozen_random
+from unspoken.data.frozen_random import frozen_random, hash_share
 from unspoken.decode.prompts import encode
 from unspoken.decode.sampling import context_length
 from unspoken.errors import UnspokenError, UsageError
@@ -119,8 +119,7 @@ def _check_length(
 
 def _share(problem: Problem) -> float:
     """In [0, 1), from the prompt: an equal prompt falls on the same side."""
-    text = json.dumps(problem.prompt, sort_keys=True)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+    return hash_share(json.dumps(problem.prompt, sort_keys=True).encode())
 
 
 def _fingerprint(train: Sequence[Problem], held_out: Sequence[Problem]) -> str:

@@ -53,6 +53,7 @@ from unspoken.train.folder import (
     is_finished,
     newest_checkpoint,
     same_run,
+    say_where_it_begins,
 )
 from unspoken.train.loop import generation_text
 from unspoken.train.metrics import Row, check_trackers, open_trackers
@@ -145,7 +146,9 @@ def _start(recipe: RLRecipe, resume: bool) -> tuple[PolicyTrainer, Journal]:
     tokenizer = load_existing(recipe.model.from_pretrained or "")
     newest, cut = newest_checkpoint(folder, Ranks()) if resume else (None, [])
     torch.manual_seed(recipe.run.seed)
-    model = pretrained_model(recipe.model, tokenizer, "the model's folder") if newest is None else model_like(newest)
+    model: Any = (
+        pretrained_model(recipe.model, tokenizer, "the model's folder") if newest is None else model_like(newest)
+    )
     if tokenizer.eos_token_id is None:
         raise UsageError("model.from_pretrained: its tokenizer has no end token, so no answer would end")
     _check_depth(recipe, model)
@@ -168,8 +171,7 @@ def _start(recipe: RLRecipe, resume: bool) -> tuple[PolicyTrainer, Journal]:
     config = copy.deepcopy(model.config)
     generation = generation_text(model)
     reference = _reference(recipe, model, tokenizer, is_new=newest is None)
-    torch.nn.Module.to(model, device)
-    trainer = _trainer(recipe, model, tokenizer, prompts, functions, journal, reference)
+    trainer = _trainer(recipe, model.to(device), tokenizer, prompts, functions, journal, reference)
     trainer.keep(folder, values["made_with"][RUN_ID], recipe.train.keep_last, recipe.updates, config, generation)
     trainer.begins_at = None if newest is None else str(newest)
     _say_what_begins(recipe, model, prompts, newest, cut, resume)
@@ -309,12 +311,7 @@ def _reference(
 def _say_what_begins(
     recipe: RLRecipe, model: LatentForCausalLM, prompts: Prompts, newest: Path | None, cut: list[Path], resume: bool
 ) -> None:
-    for path in cut:
-        print(f"{path} is not whole, so it is left alone")
-    if newest is not None:
-        print(f"resuming from {newest}")
-    elif resume:
-        print(f"{recipe.run.out} has no whole checkpoint: starting from the first rollout")
+    say_where_it_begins(recipe.run.out, resume, newest, cut, "the first rollout")
     method = model.config.model_type.removeprefix("unspoken_")
     num_parameters = sum(p.numel() for p in model.parameters())
     rollout = recipe.rollout

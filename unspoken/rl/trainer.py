@@ -71,10 +71,8 @@ class LatentGRPOTrainer(GRPOTrainer):
             args.beta = 0.0  # TRL would load a reference by its name, and fails with classes that are not transformers'
             reference = copy.deepcopy(model) if reference is None else reference
         super().__init__(model, reward_funcs, args, *others, **kwargs)
-        self.has_experts, self.aux_loss_enabled = (
-            self.aux_loss_enabled,
-            False,
-        )  # TRL's balances what all passes and latent steps sent, as if it were one pass
+        # TRL would balance what all passes and latent steps send to experts as if it were one pass.
+        self.has_experts, self.aux_loss_enabled = self.aux_loss_enabled, False
         if beta:
             self._refer_to(reference.eval(), beta)
         latent: Any = without_peft(self.accelerator.unwrap_model(self.model))

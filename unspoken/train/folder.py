@@ -111,6 +111,16 @@ def same_run(values: dict[str, Any], folder: Path) -> str:
     return run_id
 
 
+def say_where_it_begins(folder: Path, resume: bool, newest: Path | None, cut: list[Path], first: str) -> None:
+    """From a checkpoint or from the `first` step, and which checkpoints are left alone."""
+    for path in cut:
+        print(f"{path} is not whole, so it is left alone")
+    if newest is not None:
+        print(f"resuming from {newest}")
+    elif resume:
+        print(f"{folder} has no whole checkpoint: starting from {first}")
+
+
 def newest_checkpoint(folder: Path, ranks: "Ranks") -> tuple[Path | None, list[Path]]:
     """The newest whole checkpoint, all its files read once, and those after it that are not whole.
 

@@ -35,6 +35,7 @@ from unspoken.train.folder import (
     is_finished,
     newest_checkpoint,
     same_run,
+    say_where_it_begins,
 )
 from unspoken.train.recipe import METHOD_FIELDS, Recipe
 from unspoken.train.recipe_file import compact, dotted, load_recipe
@@ -179,12 +180,7 @@ def _begin_folder(folder: Path, values: dict[str, Any], data: "Data") -> None:
 
 def _say_what_begins(loop: "TrainingLoop", resume: bool, newest: Path | None, cut: list[Path]) -> None:
     recipe, folder, model = loop.recipe, loop.recipe.run.out, loop.model
-    for path in cut:
-        print(f"{path} is not whole, so it is left alone")
-    if newest is not None:
-        print(f"resuming from {newest}")
-    elif resume:
-        print(f"{folder} has no whole checkpoint: starting from the first step")
+    say_where_it_begins(folder, resume, newest, cut, "the first step")
     method = model.config.model_type.removeprefix("unspoken_")
     num_parameters = sum(p.numel() for p in model.parameters())
     where = f"{loop.ranks.size} processes" if loop.ranks.size > 1 else str(model.device)

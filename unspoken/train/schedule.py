@@ -4,10 +4,10 @@ Nothing here is kept or counted, so a resumed run and every rank of a distribute
 count from 0.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 
+from unspoken.data.frozen_random import hash_share
 from unspoken.train.recipe import OptimSection
 
 
@@ -68,5 +68,4 @@ def passes_at(step: int, seed: int, num_train_passes: int, third_pass_fraction: 
 
 def _share(step: int, seed: int) -> float:
     """A number in [0, 1) for each step and seed."""
-    digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    return hash_share(f"{seed} {step}".encode())
