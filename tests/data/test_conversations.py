@@ -8,6 +8,8 @@ import pytest
 from tests import texts
 from unspoken import cli
 from unspoken.data.conversations import Example, Examples, _add, encode, read_examples, split
+from unspoken.decode.prompts import Request
+from unspoken.decode.prompts import encode as decoding_encode
 from unspoken.errors import UnspokenError, UsageError
 
 MESSAGES = [
@@ -162,6 +164,15 @@ def test_equal_rows_fall_on_one_side(tokenizer, tmp_path):
     assert split(found, 0.0)[1].rows == []
 
 
+def test_a_files_name_is_shown_as_it_is(tokenizer, tmp_path, capsys):
+    """Brackets are no markup: neither in it, nor in a row's fields."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = write(tmp_path / "a[z].jsonl", {"[/z]": 1}, {"prompt": "a", "completion": " b"})
+    assert not cli.main(["data", "show", path, "--tokenizer", str(tmp_path / "tokenizer")])
+    out = capsys.readouterr().out
+    assert "a[z].jsonl:2" in out and "this one has '[/z]'" in out
+
+
 def test_the_file_is_shown_coloured(tokenizer, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     path = write(tmp_path / "rows.jsonl", {"messages": MESSAGES}, {"prompt": "a", "completion": " b"})
@@ -180,6 +191,42 @@ def test_what_a_prompt_holds_of_an_assistant_is_not_learned(tokenizer):
         one.chat_template = template or one.chat_template
         example = encode({"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}, one, "here")
         assert learned(example, tokenizer) == ["Four.<|im_end|>"]
+
+
+def test_a_marked_answer_begins_where_generate_begins_it(tokenizer):
+    """No token straddles the seam, though the text as a whole has one that would: a prompt that ends within a word."""
+    marked = texts.chat_tokenizer()
+    marked.chat_template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "th"}, {"role": "assistant", "content": "e end"}]
+    whole = marked(marked.apply_chat_template(messages, tokenize=False)).input_ids
+    prompt = decoding_encode(Request({"messages": messages[:1]}, "here"), marked, len(marked))
+    assert whole[: len(prompt)] != prompt
+    example = encode({"messages": messages}, marked, "here")
+    assert example.ids[: len(prompt)].tolist() == prompt
+    assert example.is_target.tolist() == [i >= len(prompt) for i in range(len(example))]
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_answers_that_never_end_are_told_of(is_marked, tmp_path):
+    """A template that ends them with another token, or outside of its marks. Rows that were cut are told of already."""
+    unended = texts.chat_tokenizer()
+    if is_marked:
+        unended.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    else:
+        unended.chat_template = unended.chat_template.replace("<|im_end|>", "<end>")
+    long = [MESSAGES[1], {"role": "assistant", "content": "Two " * 99}]
+    path = write(tmp_path / "rows.jsonl", {"messages": MESSAGES}, {"messages": long}, {"text": "ends"})
+    notes = read_examples([path], unended, 90).notes()
+    assert [note.partition(":")[0] for note in notes] == [
+        "1 rows are longer than a window",
+        "1 rows never teach the tokenizer's end token",
+    ]
+    train, held_out = split(read_examples([path], unended, 90), 0.5)
+    assert train.endless == 1 and not held_out.notes()
+    assert not read_examples([path], texts.chat_tokenizer(), 999).notes()
 
 
 def test_trimmed_marks_are_marks(tokenizer):

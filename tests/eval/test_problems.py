@@ -103,6 +103,9 @@ def test_a_reward_sees_what_trl_would_give_it(model, tokenizer):
     found = answers(model, tokenizer, 2, mixed, Checked("f", function), progress=progress.append)
     assert seen["prompts"] == ["3+8=", chat("9"), "1"]
     assert seen["completions"] == [found[0].text, [{"role": "assistant", "content": found[1].text}], found[2].text]
+    ids = seen["columns"].pop("completion_ids")
+    assert [tokenizer.decode(one) for one in ids] == [answer.text for answer in found]
+    assert [len(one) for one in ids] == [answer.num_tokens for answer in found]
     assert seen["columns"] == {"answer": ["11", 9, "12"], "task": ["a", "b", "b"], "more": [None, [1], None]}
     assert [answer.reward for answer in found] == [0.0, 0.5, 1.0] and progress == [2, 1]
     scores = by_task(found)

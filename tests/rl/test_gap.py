@@ -44,5 +44,7 @@ def test_tokens_before_a_flip_are_told_from_those_behind_it():
     gap = RolloutGap.of(SCORED, SAMPLED, MASK, is_flipped)
     assert gap.flipped == pytest.approx(1 / 5)
     assert gap.max_abs_unflipped == pytest.approx(0.3)
+    padded = torch.nn.functional.pad(scored, (0, 2)), torch.nn.functional.pad(mask, (0, 2))
+    assert flipped_tokens(sampled, *padded, 5).tolist() == [[False, True, True, False, False], [False] * 5]
     nowhere = RolloutGap.of(SCORED, SAMPLED, torch.zeros_like(MASK), is_flipped)
     assert nowhere.row()["flipped"] == 0.0

@@ -247,11 +247,13 @@ def test_no_checkpoint_is_written_among_a_rollouts_updates():
 
 
 def test_where_text_ends_outlives_a_checkpoint(home, tmp_path):
-    """The source ends at two tokens, the tokenizer at one; a sample holds a line separator that is no line feed."""
+    """The source ends at another token than the tokenizer: both end text from then on. A sample holds a line separator
+    that is no line feed."""
     from unspoken.analysis.policy_report import read_samples
 
     model, tokenizer = load_model(home / "recycler")
-    model.generation_config.eos_token_id = [0, 8]
+    model.generation_config.eos_token_id = 8
+    assert tokenizer.eos_token_id == 0
     texts.save(tmp_path / "source", model, tokenizer)
     whole, run = tmp_path / "whole", tmp_path / "run"
     recipe = recipe_of(home, whole, model={"from_pretrained": str(tmp_path / "source")})

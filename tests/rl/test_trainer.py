@@ -3,6 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 
 from tests import texts
 from tests.equivalence.test_trainers import QUIET, text_of, tokenizer  # noqa: F401
@@ -164,6 +165,32 @@ def test_experts_are_scored_and_not_balanced(method, passes, tokenizer, tmp_path
     assert "aux_loss" not in trainer._metrics["train"]
 
 
+@pytest.mark.parametrize("arguments", [{"pad_to_multiple_of": 8}, {"beta": 0.1}, {"num_iterations": 2}])
+def test_flips_are_found_whatever_else_is_asked(arguments, tokenizer, tmp_path):  # noqa: F811
+    """Wider batches; a reference that is the policy with its LoRA switched off, and halts elsewhere."""
+    model = fresh("adaptive")
+    if "beta" in arguments:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    trainer = trainer_of(model, tokenizer, tmp_path, gradient_checkpointing=False, **arguments)
+    batch = rollout(trainer)
+    assert ("ref_per_token_logps" in batch) == ("beta" in arguments)
+    assert trainer.last_gap.max_abs < 1e-4 and trainer.last_gap.flipped == 0.0
+    assert trainer.sampled_lengths.float().mean() > 0.1
+
+
+def test_rollouts_know_no_dropout(tokenizer, tmp_path):  # noqa: F811
+    """Scoring does, in training, and the mode is kept."""
+    text = {"eos_token_id": EOS, "attention_dropout": 0.5}
+    model = texts.text_model("looped", exit_gate=True, norm_between_loops=True, text={"vocab_size": VOCAB_SIZE, **text})
+    trainer = trainer_of(model, tokenizer, tmp_path, gradient_checkpointing=False)
+    batch = rollout(trainer)
+    assert model.training and trainer.last_gap.max_abs > 1e-3
+    model.eval()
+    scored = trainer._scored(batch)
+    mask = batch["completion_mask"].bool()
+    torch.testing.assert_close(scored[mask], batch["sampling_per_token_logps"][mask], rtol=1e-4, atol=1e-4)
+
+
 def test_ponder2_scores_old_and_new_policy_at_one_depth(tokenizer, tmp_path):  # noqa: F811
     """In training its own forwards draw theirs."""
     model = texts.text_model("ponder2", text={"vocab_size": VOCAB_SIZE, "eos_token_id": EOS})
@@ -310,3 +337,10 @@ def test_rollouts_may_prefill_as_the_trainer_is_told(tokenizer, tmp_path):  # no
 def test_what_cannot_be_is_refused(arguments, options, message, tokenizer, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match=message):
         trainer_of(fresh(), tokenizer, tmp_path, options=options, **arguments)
+
+
+def test_a_policy_that_speaks_behind_an_earlier_loop_is_refused(tokenizer, tmp_path):  # noqa: F811
+    fields = {"exit_gate": True, "exit_quantile": 0.5, "norm_between_loops": True}
+    model = texts.text_model("looped", **fields, text={"vocab_size": VOCAB_SIZE, "eos_token_id": EOS})
+    with pytest.raises(ValueError, match=r"exit_quantile=0\.5: the policy is scored behind its last loop"):
+        trainer_of(model, tokenizer, tmp_path)

@@ -84,7 +84,7 @@ def test_text_ends_where_answers_end_and_where_it_ended_before(recipe):
     end = data.tokenizer.eos_token_id
     for before, after in ((None, end), (end, end), (7, [end, 7]), ([7, end], [end, 7])):
         model.generation_config.eos_token_id = before
-        end_answers(data, model)
+        end_answers(model, data.tokenizer)
         assert model.generation_config.eos_token_id == after
 
 

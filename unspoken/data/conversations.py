@@ -11,12 +11,13 @@ looked for by its place, never by its id: a tokenizer may pad with the same one.
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from unspoken.data.frozen_random import hash_share
 from unspoken.data.rows import BadRow, find_files, message_fault, read_objects
@@ -24,6 +25,7 @@ from unspoken.errors import UnspokenError, UsageError
 
 KINDS = (("messages",), ("prompt", "completion"), ("text",))
 GENERATION = "{% generation %}"  # what a template marks an assistant's words with
+Span = tuple[str, bool]  # a piece of a row's text, and whether it is learned
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,14 @@ class Example:
 
 @dataclass
 class Examples:
-    """The usable rows of some files. `dropped` counts others by reason, `cut` those whose end did not fit."""
+    """The usable rows of some files. `dropped` counts others by reason, `cut` those whose end did not fit, `endless`
+    those that fit and teach no end token."""
 
     rows: list[Example] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     bad: list[BadRow] = field(default_factory=list)
     cut: int = 0
+    endless: int = 0
 
     @property
     def fingerprint(self) -> str:
@@ -57,7 +61,15 @@ class Examples:
     def notes(self) -> list[str]:
         """What a person should know of rows that were left out or cut."""
         notes = [f"{count:,} rows left out: {reason}" for reason, count in self.dropped.items()]
-        return notes + ([f"{self.cut:,} rows are longer than a window: their ends are cut off"] if self.cut else [])
+        if self.cut:
+            notes.append(f"{self.cut:,} rows are longer than a window: their ends are cut off")
+        if self.endless:
+            notes.append(
+                f"{self.endless:,} rows never teach the tokenizer's end token: unless the model's generation config "
+                "names what does end them, answers will not stop. Let the chat template end an answer with eos_token, "
+                "inside its generation marks if it has some"
+            )
+        return notes
 
 
 def read_examples(files: Iterable[str | Path], tokenizer: Any, max_length: int, on_bad_line: str = "error") -> Examples:
@@ -82,7 +94,7 @@ def read_examples(files: Iterable[str | Path], tokenizer: Any, max_length: int, 
                     found.bad.append(BadRow(path, number, "template", str(error).removeprefix(f"{path}:{number}: ")))
                     found.dropped["the chat template refuses them"] += 1
                 else:
-                    _add(found, example, max_length)
+                    _add(found, example, max_length, tokenizer.eos_token_id)
             elif fault is not None and on_bad_line == "error":
                 raise UnspokenError(f"{fault} (data.conversations.on_bad_line: skip leaves such rows out)")
             elif fault is not None:
@@ -94,14 +106,15 @@ def read_examples(files: Iterable[str | Path], tokenizer: Any, max_length: int, 
     return found
 
 
-def _add(found: Examples, example: Example, max_length: int) -> None:
-    if len(example) > max_length:
+def _add(found: Examples, example: Example, max_length: int, end: int | None = None) -> None:
+    is_cut = len(example) > max_length
+    if is_cut:
         example = Example(example.ids[:max_length], example.is_target[:max_length], example.place)
-        if example.is_target[1:].any():
-            found.cut += 1
     if not example.is_target[1:].any():  # the first token is nobody's target
         found.dropped["nothing to learn in them, or nothing left of it in a window"] += 1
         return
+    found.cut += is_cut
+    found.endless += end is not None and not is_cut and end not in example.ids[example.is_target]
     found.rows.append(example)
 
 
@@ -131,9 +144,9 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any, place: str, fi
         raise UsageError(f"{place}: messages need a chat template, and the model's tokenizer has none")
     try:
         if GENERATION in tokenizer.chat_template.replace("{%-", "{%").replace("-%}", "%}") and first == 0:
-            encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return Example(np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], dtype=bool), place)
-        spans = _spans(messages, tokenizer, place, first)
+            spans = _marked(messages, tokenizer)
+        else:
+            spans = _spans(messages, tokenizer, place, first)
     except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
         raise UnspokenError(f"{place}: the chat template refuses the conversation: {error}") from error
     return _example(
@@ -145,7 +158,24 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any, place: str, fi
     )
 
 
-def _spans(messages: list[dict[str, str]], tokenizer: Any, place: str, first: int) -> list[tuple[str, bool]]:
+def _marked(messages: list[dict[str, str]], tokenizer: Any) -> list[Span]:
+    """The conversation's text in pieces, what the template marks apart: by themselves, as an answer is begun behind a
+    prompt's last token."""
+    texts, places = render_jinja_template(
+        [messages],
+        chat_template=tokenizer.chat_template,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    text, done = str(texts[0]), 0
+    spans: list[Span] = []
+    for start, end in places[0]:
+        spans += [(text[done:start], False), (text[start:end], True)]
+        done = end
+    return [span for span in [*spans, (text[done:], False)] if span[0]]
+
+
+def _spans(messages: list[dict[str, str]], tokenizer: Any, place: str, first: int) -> list[Span]:
     """The conversation's text in pieces, those of an assistant's answers apart: what the template adds to a prompt that
     asks for the answer, up to the token that ends it.
 
@@ -156,7 +186,7 @@ def _spans(messages: list[dict[str, str]], tokenizer: Any, place: str, first: in
     def rendered(count: int, asks: bool) -> str:
         return str(tokenizer.apply_chat_template(messages[:count], add_generation_prompt=asks, tokenize=False))
 
-    spans: list[tuple[str, bool]] = []
+    spans: list[Span] = []
     whole, done = rendered(len(messages), False), 0
     for number, message in enumerate(messages):
         if message["role"] != "assistant" or number < first:
@@ -172,7 +202,7 @@ def _spans(messages: list[dict[str, str]], tokenizer: Any, place: str, first: in
             end = tail[: tail.rindex(tokenizer.eos_token) + len(tokenizer.eos_token)]
         spans += [(whole[done : len(head)], False), (whole[len(head) : len(end)], True)]
         done = len(end)
-    return [(text, is_learned) for text, is_learned in [*spans, (whole[done:], False)] if text]
+    return [span for span in [*spans, (whole[done:], False)] if span[0]]
 
 
 def _example(pieces: Sequence[tuple[Sequence[int], bool]], place: str) -> Example:
@@ -222,4 +252,4 @@ def split(examples: Examples, fraction: float) -> tuple[Examples, Examples]:
     """Those to train on and those held out, drawn by a hash of their ids: an equal row falls on the same side."""
     held_out = [hash_share(row.ids.tobytes()) < fraction for row in examples.rows]
     sides = [[row for row, out in zip(examples.rows, held_out) if out == side] for side in (False, True)]
-    return Examples(sides[0], examples.dropped, examples.bad, examples.cut), Examples(sides[1])
+    return replace(examples, rows=sides[0]), Examples(sides[1])

@@ -32,7 +32,7 @@ def print_examples(path: str, name: str, sequence_length: int, num_windows: int,
     tokenizer = load_existing(name)
     examples = read_examples([path], tokenizer, sequence_length, on_bad_line="skip")
     for note in examples.notes():
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", markup=False, highlight=False)
     windows = ChatWindows(examples.rows, sequence_length, 0)
     learned = sum(int(row.is_target.sum()) for row in examples.rows)
     console.print(
@@ -43,7 +43,7 @@ def print_examples(path: str, name: str, sequence_length: int, num_windows: int,
     for index, numbers in enumerate(windows.bins[:num_windows]):
         console.rule(f"window {index}")
         for number in numbers:
-            console.print(examples.rows[number].place, style="bold", highlight=False)
+            console.print(examples.rows[number].place, style="bold", markup=False, highlight=False)
             text = RichText()
             for is_learned, ids in runs(examples.rows[number]):
                 text.append(str(tokenizer.decode(ids)), "green" if is_learned else "dim")

@@ -67,7 +67,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 class BatchWriter:
-    """A model that continues batches of prompts of any lengths."""
+    """A model that continues batches of prompts of any lengths. with_ids: a completion has its tokens too, `ids`, up to
+    the end token."""
 
     def __init__(
         self,
@@ -77,10 +78,11 @@ class BatchWriter:
         num_beams: int = 1,
         num_return_sequences: int = 1,
         num_pauses: int = 0,
+        with_ids: bool = False,
     ):
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.ends = end_tokens(model, tokenizer)
-        self.num_return_sequences = num_return_sequences
+        self.num_return_sequences, self.with_ids = num_return_sequences, with_ids
         self.pauses = pauses(tokenizer, num_pauses)
         self.options = {
             **sampling.options(model),
@@ -149,7 +151,8 @@ class BatchWriter:
         end = next((place for place, token in enumerate(ids) if token in self.ends), None)
         text = self.tokenizer.decode(ids[:end], skip_special_tokens=True)
         num_tokens = len(ids) if end is None else end + 1
-        return {"text": text, "num_tokens": num_tokens, "finish_reason": "length" if end is None else "stop"}
+        completion = {"text": text, "num_tokens": num_tokens, "finish_reason": "length" if end is None else "stop"}
+        return completion | ({"ids": ids[:num_tokens]} if self.with_ids else {})
 
 
 def pauses(tokenizer: PreTrainedTokenizerBase, number: int) -> list[int]:

@@ -3,7 +3,8 @@
     {"prompt": "3+4=" or [{"role": "user", "content": ...}], "answer": "7", "task": "easy", ...}
 
 The reward reads the row's other columns as TRL hands them over: lists by column, `prompt` and `completion` aside, and
-a completion that is messages where the prompt is. Answers do not depend on the batch size, but for rounding.
+a completion that is messages where the prompt is; its tokens are `completion_ids`. Answers do not depend on the batch
+size, but for rounding.
 """
 
 import json
@@ -158,7 +159,7 @@ def answer_problems(
     """
     check_rows(problems, reward)
     sampling = Sampling(max_new_tokens, num_prefill_passes=num_prefill_passes, knobs=knobs or LatentKnobs())
-    writer = BatchWriter(model, tokenizer, sampling)
+    writer = BatchWriter(model, tokenizer, sampling, with_ids=True)
     prompts = [writer.encode(problem.request) for problem in problems]
     written: dict[int, dict[str, Any]] = {}
     was_training = model.training
@@ -171,21 +172,21 @@ def answer_problems(
         progress(len(batch))
     model.train(was_training)
     completions = [written[index] for index in range(len(problems))]
-    texts = [completion["text"] for completion in completions]
     return [
-        Answer(problem, text, completion["num_tokens"], completion["finish_reason"] == "length", value)
-        for problem, text, completion, value in zip(problems, texts, completions, _rewards(problems, texts, reward))
+        Answer(problem, completion["text"], completion["num_tokens"], completion["finish_reason"] == "length", value)
+        for problem, completion, value in zip(problems, completions, _rewards(problems, completions, reward))
     ]
 
 
-def _rewards(problems: Sequence[Problem], texts: Sequence[str], reward: Checked) -> list[float]:
+def _rewards(problems: Sequence[Problem], written: Sequence[dict[str, Any]], reward: Checked) -> list[float]:
     """A column that some rows have is None in the others."""
     names = dict.fromkeys(name for problem in problems for name in problem.row if name not in (PROMPT, COMPLETION))
     columns = {name: [problem.row.get(name) for problem in problems] for name in names}
     completions = [
-        text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
-        for problem, text in zip(problems, texts)
+        one["text"] if isinstance(problem.prompt, str) else [{"role": "assistant", "content": one["text"]}]
+        for problem, one in zip(problems, written)
     ]
+    columns["completion_ids"] = [one["ids"] for one in written]
     return reward([problem.prompt for problem in problems], completions, **columns)
 
 

@@ -62,14 +62,16 @@ def _of_flips(gap: Tensor, mask: Tensor, is_flipped: Tensor) -> tuple[float, flo
 
 
 def flipped_tokens(sampled: Tensor, scored: Tensor, attention_mask: Tensor, num_completion: int) -> Tensor:
-    """Which tokens of completions were scored from another number of latent steps than they were sampled from, their
-    own or an earlier token's: [B, num_completion].
+    """Which tokens of completions were scored from another number of latent steps than they were sampled from, that of
+    the token before them or an earlier one's: [B, num_completion].
 
-    sampled [B, T - 1], scored [B, T]: latent steps of each token of prompts and completions (the last was sampled, and
-    never taken in); attention_mask [B, T].
+    scored [B, T]: latent steps of each token of prompts and completions; attention_mask [B, T]. sampled [B, S], S < T:
+    without the last token, which is never taken in, and the pads behind it.
     """
-    is_flip = (sampled != scored[:, : sampled.shape[1]]) & attention_mask[:, : sampled.shape[1]].bool()
-    return is_flip.cumsum(-1)[:, -num_completion:] > 0
+    num_taken_in, num_prompt = sampled.shape[1], scored.shape[1] - num_completion
+    is_flip = (sampled != scored[:, :num_taken_in]) & attention_mask[:, :num_taken_in].bool()
+    is_behind = is_flip.cumsum(-1)[:, num_prompt - 1 :] > 0
+    return torch.nn.functional.pad(is_behind, (0, num_completion - is_behind.shape[1]))
 
 
 def truncated_weights(scored: Tensor, sampled: Tensor, mask: Tensor, limit: float) -> Tensor:

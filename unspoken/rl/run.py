@@ -41,7 +41,7 @@ from unspoken.rl.journal import Journal, Progress
 from unspoken.rl.prompts import Prompts, Rollouts, read_prompts
 from unspoken.rl.recipe import RLRecipe
 from unspoken.rl.trainer import LatentGRPOTrainer
-from unspoken.train.build import model_like, pick_device, pretrained_model
+from unspoken.train.build import end_answers, model_like, pick_device, pretrained_model
 from unspoken.train.checkpoint import check_belongs, read_record
 from unspoken.train.folder import (
     MODEL,
@@ -151,6 +151,7 @@ def _start(recipe: RLRecipe, resume: bool) -> tuple[PolicyTrainer, Journal]:
     )
     if tokenizer.eos_token_id is None:
         raise UsageError("model.from_pretrained: its tokenizer has no end token, so no answer would end")
+    end_answers(model, tokenizer)
     _check_depth(recipe, model)
     prompts = read_prompts(recipe, tokenizer, model, functions)
     values = recipe.plain() | {"made_with": made_with(prompts.fingerprint)}

@@ -45,10 +45,14 @@ class LatentGRPOTrainer(GRPOTrainer):
     completion was cut off (`groups/all_truncated`, a share of all groups), nor completions that end before their first
     token (`completions/empty_ratio`): they tell nothing of an answer.
 
+    Rollouts know no dropout. Scoring does, as training does: what it does to the ratio is in the gap
+    (`GRPOConfig(disable_dropout=True)` leaves it out).
+
     Raises:
         TypeError: the model is no latent one.
         ValueError: settings under which the rollout would sample from another distribution than the one that is scored
-            (top_p, top_k, min_p, repetition_penalty), vLLM, or passes that the model has not.
+            (top_p, top_k, min_p, repetition_penalty, a looped model's exit quantile below 1), vLLM, or passes that the
+            model has not.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class LatentGRPOTrainer(GRPOTrainer):
             raise TypeError(
                 f"LatentGRPOTrainer trains latent models, not a {type(latent).__name__}: use trl.GRPOTrainer"
             )
-        _check_sampling(self.args)
+        _check_sampling(self.args, latent.config)
         if on_gap not in ("stop", "correct"):
             raise ValueError(f"on_gap must be 'stop' or 'correct', got {on_gap!r}")
         self.gap_limit, self.on_gap, self.correction_limit = gap_limit, on_gap, correction_limit
@@ -138,7 +142,7 @@ class LatentGRPOTrainer(GRPOTrainer):
         """By the scoring passes: log-probabilities and entropies [B, completion], and no loss of experts."""
         with latent_lengths(without_peft(self.accelerator.unwrap_model(model))) as lengths:
             logps, entropies = self._score(model, input_ids, attention_mask, logits_to_keep, batch_size)
-        if model is self.model:
+        if self.scored_lengths is None:  # else the reference's, which may be this model with its LoRA switched off
             self.scored_lengths = torch.cat(lengths) if lengths else None
         return logps, entropies if compute_entropy else None, None
 
@@ -178,9 +182,11 @@ class LatentGRPOTrainer(GRPOTrainer):
         Raises:
             UnspokenError: it is above the limit, and is to end the run.
         """
+        self.scored_lengths = None
         batch = super()._generate_and_score_completions(inputs)
         scored = batch.get("old_per_token_logps")
         if scored is None:
+            self.scored_lengths = None
             scored = self._scored(batch)
         sampled, mask = batch["sampling_per_token_logps"], batch["completion_mask"]
         values = [scored, sampled, mask]
@@ -269,13 +275,17 @@ class _Recorder(LogitsProcessor):
 def _recorded(
     model: Any, temperature: float, options: dict[str, Any], precision: Callable[[], AbstractContextManager]
 ) -> Iterator[_Recorder]:
-    """Meanwhile the model's generate() has these options, in the precision of training, and is taken down. What its
-    own settings would do to the distribution (penalties, cut-offs) is left out: it would not be scored."""
+    """Meanwhile the model's generate() has these options, in the precision of training and the mode of evaluation, and
+    is taken down. What its own settings would do to the distribution (penalties, cut-offs) is left out: it would not be
+    scored."""
     recorder, original = _Recorder(temperature), model.generate
 
     def generate(*args: Any, **kwargs: Any) -> Tensor:
+        was_training = model.training
+        model.eval()
         with precision():
             sequences = original(*args, **kwargs, **options, logits_processor=LogitsProcessorList([recorder]))
+        model.train(was_training)
         recorder.take(sequences[:, -1])
         return sequences
 
@@ -288,7 +298,7 @@ def _recorded(
         del model.generate
 
 
-def _check_sampling(args: Any) -> None:
+def _check_sampling(args: Any, config: Any) -> None:
     neutral = {"top_p": (None, 1.0), "top_k": (None, 0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
     for name, values in neutral.items():
         if (value := getattr(args, name, None)) not in values:
@@ -296,6 +306,8 @@ def _check_sampling(args: Any) -> None:
                 f"{name}={value}: the rollout would sample from another distribution than the one that is scored; "
                 "leave it out (temperature is scored as it is sampled)"
             )
+    if (quantile := getattr(config, "exit_quantile", 1)) != 1:
+        raise ValueError(f"exit_quantile={quantile}: the policy is scored behind its last loop; set it to 1 to train")
     if args.generation_kwargs:
         names = ", ".join(args.generation_kwargs)
         raise ValueError(f"generation_kwargs ({names}): what they do to the rollout is not scored; leave them out")

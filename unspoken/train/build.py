@@ -152,11 +152,11 @@ def build_model(recipe: Recipe, data: Data) -> LatentForCausalLM:
     return model.train()
 
 
-def end_answers(data: Data, model: LatentForCausalLM) -> None:
-    """Have generated text end where the rows' answers end, beside where it ended before: a pretrained model may have
-    been told of another token."""
-    config, end = model.generation_config, data.tokenizer.eos_token_id
-    if not isinstance(data.train, ChatWindows) or config is None or end is None:
+def end_answers(model: LatentForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have generated text end with the tokenizer's end token, which answers are taught to end with, beside where it
+    ended before: a pretrained model may have been told of another token."""
+    config, end = model.generation_config, tokenizer.eos_token_id
+    if config is None or end is None:
         return
     known = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or [])
     ends = [end, *(token for token in known if token != end)]

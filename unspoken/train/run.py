@@ -141,7 +141,8 @@ def _start(recipe: Recipe, resume: bool, device: "torch.device", ranks: "Ranks")
     newest, cut = newest_checkpoint(folder, ranks) if resume else (None, [])
     model, values = ranks.together(lambda: _model(recipe, data, newest))
     show_prompts(data, model.config)
-    end_answers(data, model)
+    if recipe.data.conversations is not None:
+        end_answers(model, data.tokenizer)
     model.to(device)
     ranks.on_main(lambda: _begin_folder(folder, values, data))
     trackers = open_trackers(recipe.run.report_to, folder, dict(dotted(values))) if ranks.is_main else []
