@@ -3,16 +3,20 @@ import os
 import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from tests import texts
 from tests.oracle import NaiveDecoder, most_likely
 from unspoken import cli
+from unspoken.data.chat_windows import ChatWindows
+from unspoken.data.conversations import Example
 from unspoken.decode import chat
 from unspoken.decode.sampling import Sampling
 from unspoken.decode.session import ChatSession
 from unspoken.errors import UnspokenError
+from unspoken.latent.cache import recycled_state
 
 NUM_NEW = 7
 
@@ -43,6 +47,28 @@ def rendered(tokenizer, *contents: str) -> str:
 def oracle_answer(decoder: NaiveDecoder, ids: list[int], num_tokens: int = NUM_NEW) -> list[int]:
     new, _ = decoder.write(decoder.read(torch.tensor([ids]), num_passes=2), num_tokens, most_likely)
     return new[0].tolist()
+
+
+def test_a_conversation_is_trained_as_it_is_held(tokenizer):
+    """With one prefill pass: a training window's mask, and as many passes as tokens, are three turns over one cache."""
+    text = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    model = texts.text_model("recycler", torch.float64, num_prefill_passes=1, text=text)
+    held = ChatSession(model, tokenizer, Sampling(NUM_NEW))
+    is_target: list[bool] = []
+    for question in ("What is a list?", "And a tuple?", "Why?"):
+        answer_ends = len(held.token_ids)
+        held.ask(question)
+        asked = len(held.token_ids) - NUM_NEW - answer_ends
+        # What ends an answer is one of its targets.
+        is_target += [True] * bool(answer_ends) + [False] * (asked - bool(answer_ends)) + [True] * NUM_NEW
+    row = Example(np.array(held.token_ids), np.array(is_target), "here")
+    windows = ChatWindows([row], len(row), 0)
+    windows.has_prompt_mask = True
+    window = {name: values[None] for name, values in windows[0].items()}
+    ids, mask = window["input_ids"], window["prompt_mask"]
+    states = model.model(ids, prompt_mask=mask, num_passes=len(row), use_cache=False).last_hidden_state
+    # The last token of an answer is in the cache with the next question only.
+    torch.testing.assert_close(states[:, -2:-1], recycled_state(held.cache).read())
 
 
 def test_answers_are_those_of_a_decoder_without_a_cache(session, model, tokenizer):
