@@ -300,3 +300,57 @@ def test_a_row_that_cannot_be_asked_is_named(row, message, home, tmp_path, capsy
     assert rl(recipe_of(home, tmp_path / "run", data={"files": [str(path)]}), tmp_path) == 1
     error = capsys.readouterr().err
     assert "rows.jsonl:37: " in error and message in error
+
+
+@pytest.fixture(scope="module")
+def short(home, tmp_path_factory):
+    """What a short run leaves, by the keys that its recipe sets otherwise: its weights."""
+    folder, known = tmp_path_factory.mktemp("short"), {}
+
+    def run(**sections) -> dict:
+        name = json.dumps(sections)
+        if name not in known:
+            out = folder / str(len(known))
+            usual = {
+                "train": {"num_rollouts": 2, "eval_every": 0, "save_every": 0},
+                "optim": {"learning_rate": 0.03, "warmup_steps": 0},
+                "rollout": {"num_generations": 8},
+            }
+            merged = {key: {**usual.get(key, {}), **sections.get(key, {})} for key in usual | sections}
+            assert rl(recipe_of(home, out, **merged), folder) == 0
+            known[name] = weights(out)
+        return known[name]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout": {"temperature": 0.5}},
+        {"policy": {"epsilon": 10.0, "epsilon_high": 10.0}},
+        {"policy": {"epsilon_high": 10.0}},
+        {"policy": {"importance_sampling_level": "token"}},
+        {"policy": {"scale_rewards": "none"}},
+        {"policy": {"scale_rewards": "batch"}},
+        {"policy": {"num_scoring_passes": 3}},
+        {"policy": {"num_scoring_passes": "exact"}},
+        {"policy": {"mask_truncated_completions": True}},
+        {"policy": {"gap_limit": 1e-6, "on_gap": "correct"}},
+        {"policy": {"gap_limit": 1e-6, "on_gap": "correct", "correction_limit": 1.0001}},
+        {"policy": {"beta": 1.0}},
+        {"train": {"num_iterations": 2}},
+        {"train": {"updates_per_rollout": 4}},
+        {"optim": {"max_grad_norm": 0.001}},
+        {"optim": {"weight_decay": 0.5}},
+        {"reward": {"weights": [-1.0, 0.5]}},
+    ],
+    ids=json.dumps,
+)
+def test_each_key_reaches_the_policy(change, short):
+    """Another value is another policy, the seed the same."""
+    before, after = short(), short(**change)
+    assert any(not torch.equal(before[name], weight) for name, weight in after.items())
+    if "correction_limit" in change.get("policy", {}):
+        looser = short(policy={"gap_limit": 1e-6, "on_gap": "correct"})
+        assert any(not torch.equal(looser[name], weight) for name, weight in after.items())
