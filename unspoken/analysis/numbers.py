@@ -1,5 +1,7 @@
 """Numbers as a reader wants them."""
 
+import math
+
 
 def short_count(value: float) -> str:
     """1_200_000 -> 1.2M."""
@@ -18,3 +20,8 @@ def signed(value: float) -> str:
     """A difference: three digits and a sign, but none for what rounds to zero."""
     text = f"{value:+.3f}"
     return text[1:] if float(text) == 0 else text
+
+
+def scientific(value: float) -> str:
+    """FLOPs: 1.23e12; nothing for what could not be counted."""
+    return f"{value:.2e}".replace("e+", "e") if math.isfinite(value) else ""

@@ -20,7 +20,7 @@ import yaml
 
 from unspoken.analysis.figures import Frame, Series, line_plot
 from unspoken.analysis.inspect import Reading, read_text
-from unspoken.analysis.numbers import number
+from unspoken.analysis.numbers import number, scientific
 from unspoken.analysis.page import Block, Cell, Code, Figures, Folded, Samples, Section, Table, Text, page
 from unspoken.analysis.policy_report import is_policy_run, policy_report
 from unspoken.analysis.runs import Run, read_run
@@ -161,7 +161,7 @@ def cost_table(runs: Sequence[Run]) -> Block:
                     f"{summary['num_parameters']:,}",
                     f"{summary['tokens']:,}",
                     f"{summary['pass_tokens']:,}",
-                    f"{summary['train_flops']:.2e}",
+                    scientific(summary["train_flops"]),
                     f"{summary['train_cpu_seconds']:,.0f}",
                     f"{summary['tokens'] / max(1e-9, summary['train_cpu_seconds']):,.0f}",
                 ]

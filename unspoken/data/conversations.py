@@ -161,15 +161,15 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any, place: str, fi
 def _marked(messages: list[dict[str, str]], tokenizer: Any) -> list[Span]:
     """The conversation's text in pieces, what the template marks apart: by themselves, as an answer is begun behind a
     prompt's last token."""
-    texts, places = render_jinja_template(
+    rendered: Any = render_jinja_template(
         [messages],
         chat_template=tokenizer.chat_template,
         return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
     )
-    text, done = str(texts[0]), 0
+    ((text,), (places,)), done = rendered, 0
     spans: list[Span] = []
-    for start, end in places[0]:
+    for start, end in places:
         spans += [(text[done:start], False), (text[start:end], True)]
         done = end
     return [span for span in [*spans, (text[done:], False)] if span[0]]

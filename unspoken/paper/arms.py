@@ -15,13 +15,14 @@ from typing import Any
 
 from unspoken.analysis.numbers import short_count
 from unspoken.errors import UsageError, nearest
-from unspoken.paper.study import Study
+from unspoken.paper.study import LEARNS, PROBLEMS, Study
 from unspoken.train.recipe import FIELDS_OF, METHOD_FIELDS, Recipe
 from unspoken.train.recipe_file import Origins, apply_override, check_recipe, dotted, parse_overrides, read_yaml
 
-ARM_WORDS = ("after", "note")  # what an arm may say beside a recipe's keys
+ARM_WORDS = ("after", "note", LEARNS)  # what an arm may say beside a recipe's keys
 CONTINUED_SEED = 1000  # added for each arm that came before: the text goes on in another order, not from its start
 DATA = "data"  # folder of prepared text
+PROBLEM_FILES = {"files": "train.jsonl", "validation_files": "val.jsonl"}  # of the folder `problems`
 CHECKPOINTS = {"save_every": 200, "keep_last": 1}  # of a run that is killed, so much is lost
 QUICK_TOKENS = 5120  # of the first arm, with --quick
 QUICK = {
@@ -51,6 +52,10 @@ class Run:
         if train.get("total_tokens"):
             return int(_number(train["total_tokens"]))
         return int(train["max_steps"]) * train.get("batch_size", 8) * self.values["data"].get("sequence_length", 256)
+
+    @property
+    def learns_problems(self) -> bool:
+        return bool(self.values["data"].get("conversations"))
 
     @property
     def num_passes(self) -> int:
@@ -108,6 +113,11 @@ class Arms:
         return not {"path", "sources", "task"} & (self.base[0].get("data") or {}).keys()
 
     @property
+    def text_path(self) -> Path:
+        """The folder of the text that runs read."""
+        return self.out / DATA if self.makes_text else Path(self.base[0]["data"]["path"])
+
+    @property
     def budgets(self) -> list[int | None]:
         return list(self.study.file.budgets) or [None]
 
@@ -140,7 +150,11 @@ class Arms:
             "run.out": str(self.out / "runs" / _run_name(arm, seed, budget)),
             "run.seed": seed + CONTINUED_SEED * len(ancestors),
         }
-        if self.makes_text:
+        if self.study.file.learns_problems(arm):
+            values["data"].pop("path", None)
+            for key, file in PROBLEM_FILES.items():
+                fixed[f"data.conversations.{key}"] = [str(self.out / PROBLEMS / file)]
+        elif self.makes_text:
             fixed["data.path"] = str(self.out / DATA)
         if after is not None:
             fixed["model.from_pretrained"] = str(self.out / "runs" / _run_name(after, seed, budget) / "model")
@@ -166,7 +180,9 @@ class Arms:
         by_last = {name.rpartition(".")[2]: name for name in known}
         close = f" (did you mean {by_last[key]!r}?)" if key in by_last else nearest(key, known)
         where = origins.get(key, str(self.study.path))
-        raise UsageError(f"{where}: arm {arm!r}: {key} is no `section.key` of a recipe, nor after or note{close}")
+        raise UsageError(
+            f"{where}: arm {arm!r}: {key} is no `section.key` of a recipe, nor {', '.join(ARM_WORDS)}{close}"
+        )
 
     def _scaled(self, arm: str, key: str, value: Any, values: dict[str, Any]) -> Any:
         """`x2` as twice what the base says; other values as they are."""

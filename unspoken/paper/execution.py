@@ -19,6 +19,7 @@ from unspoken.paper.plan import Plan
 from unspoken.paper.report import comparison_rows, loss_rows, write_results
 from unspoken.paper.results import Results
 from unspoken.paper.reuse import adopt, refuse_other_settings
+from unspoken.paper.solved import gain_tables, solved_tables
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def _run(pipeline: Pipeline, plan: Plan, selected: Sequence[str], jobs: int, con
 def _show(results: Results, console: Console) -> None:
     """The tables in short; table.md has them whole."""
     _print(console, *loss_rows(results), skip=("6ND", "bits per byte"))
-    for headers, rows in (*answer_tables(results), *latent_tables(results)):
+    tables = (*answer_tables(results), *latent_tables(results), *solved_tables(results), *gain_tables(results))
+    for headers, rows in tables:
         _print(console, headers, rows, skip=())
     headers, found = comparison_rows(results, only_found=True)
     named = [[row[0] or row[1], *row[1:]] for row in found]

@@ -2,7 +2,8 @@
 
 OUT/recipes/RUN.yaml     the recipe of a run (an arm with a seed)
 OUT/runs/RUN/            what `unspoken train` left
-OUT/evals/RUN/           what `unspoken eval` left; RUN-other/ that on text of another kind, RUN-tasks/ of lm-eval
+OUT/evals/RUN/           what `unspoken eval` left; RUN-other/ that on text of another kind, RUN-tasks/ of lm-eval,
+                         RUN-problems/ answers to problems
 OUT/commands/            how each command went
 """
 
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import yaml
 
-from unspoken.paper.arms import DATA, Arms, Run
+from unspoken.paper.arms import DATA, PROBLEM_FILES, Arms, Run
 from unspoken.paper.command import Command
 from unspoken.paper.environment import is_bfloat16_fast
 from unspoken.paper.pipeline import Stage
-from unspoken.paper.study import TextSection
+from unspoken.paper.study import PROBLEMS, ProblemsSection, TextSection
 from unspoken.train.folder import MODEL
 
 OTHER, QUESTIONS = "other-data", "questions"
@@ -25,6 +26,8 @@ SECONDS_PER_PASS_TOKEN = 1.2e-4  # and run of the backbone, of the small model o
 QUICK_CORPUS, QUICK_TOKENIZER = ("stdlib",), "bpe:512"  # a pretrained model keeps its own tokenizer
 QUICK_EVAL = {"sequence_length": 64, "max_sequences": 8, "batch_size": 8, "samples": 20}
 QUICK_DEPTH = 6
+QUICK_PROBLEMS = {"num_train": 40, "num_val": 4, "max_new_tokens": 8}
+SECONDS_PER_PROBLEM = 0.05  # of a small model's answer, in a batch
 
 
 class Plan:
@@ -32,7 +35,7 @@ class Plan:
 
     def __init__(self, arms: Arms, runs: Sequence[Run]):
         self.arms, self.runs, self.out = arms, list(runs), arms.out
-        self.eval, self.text = arms.study.file.eval, arms.study.file.text
+        self.eval, self.text, self.problems = arms.study.file.eval, arms.study.file.text, arms.study.file.problems
         if arms.is_quick:
             is_trained = self.text.tokenizer.startswith("bpe:")
             self.text = TextSection(
@@ -40,6 +43,7 @@ class Plan:
             )
             depth = min(self.eval.depth, QUICK_DEPTH)
             self.eval = self.eval.model_copy(update={**QUICK_EVAL, "depth": depth})
+            self.problems = self.problems and self.problems.model_copy(update=QUICK_PROBLEMS)
 
     def stages(self, at_once: int, runs: Sequence[Run] | None = None) -> list[Stage]:
         """The text, then a lane for each run, `at_once` side by side. `runs`: some of them."""
@@ -50,6 +54,7 @@ class Plan:
             texts = [self.prepare()]
             texts += [self.prepare_other()] if self.has_other_text else []
             texts += [self.prepare_questions()] if self.has_tasks else []
+            texts += [self.prepare_problems(self.problems)] if self.problems else []
             stages.insert(0, Stage("Text", "What all runs read.", [texts]))
         return stages
 
@@ -57,7 +62,8 @@ class Plan:
         """Those of a run, in their order."""
         commands = [self.train(run), self.evaluate(run)]
         commands += [self.evaluate_other(run)] if self.has_other_text else []
-        return [*commands, self.evaluate_tasks(run)] if self.has_tasks else commands
+        commands += [self.evaluate_tasks(run)] if self.has_tasks else []
+        return [*commands, self.ask_problems(run, self.problems)] if run.learns_problems and self.problems else commands
 
     @property
     def has_other_text(self) -> bool:
@@ -105,6 +111,22 @@ class Plan:
         words += ["--out", str(folder)]
         return Command(f"{run.name}-tasks", tuple(words), folder, TASK_SECONDS, needs=(run.name, QUESTIONS))
 
+    def prepare_problems(self, wanted: ProblemsSection) -> Command:
+        """Rows to learn from and to be asked."""
+        folder = self.out / PROBLEMS
+        words = ["data", "problems", *wanted.specs, "--format", "plain", "--num-train", str(wanted.num_train)]
+        words += ["--num-val", str(wanted.num_val), "--out", str(folder)]
+        return Command(PROBLEMS, tuple(words), folder, 10)
+
+    def ask_problems(self, run: Run, wanted: ProblemsSection) -> Command:
+        folder = self.out / "evals" / f"{run.name}-{PROBLEMS}"
+        words = ["eval", str(self.out / "runs" / run.name / MODEL)]
+        words += ["--problems", str(self.out / PROBLEMS / PROBLEM_FILES["validation_files"]), "--log-samples"]
+        words += ["--reward", wanted.reward, "--max-new-tokens", str(wanted.max_new_tokens)]
+        words += ["--batch-size", str(wanted.batch_size), "--dtype", "float32", "--out", str(folder)]
+        seconds = START_SECONDS + len(wanted.specs) * wanted.num_val * SECONDS_PER_PROBLEM
+        return Command(f"{run.name}-{PROBLEMS}", tuple(words), folder, seconds, needs=(run.name, PROBLEMS))
+
     def prepare_other(self) -> Command:
         """The text of another kind, in the tokens of the training text."""
         folder = self.out / OTHER
@@ -115,6 +137,7 @@ class Plan:
     def train(self, run: Run) -> Command:
         path = self.recipe_path(run)
         needs = (*(["data"] if self.arms.makes_text else []), *([run.after] if run.after else []))
+        needs += (PROBLEMS,) if run.learns_problems else ()
         seconds = START_SECONDS + run.total_tokens * run.runs_per_token * SECONDS_PER_PASS_TOKEN
         output = self.out / "runs" / run.name
         return Command(run.name, ("train", str(path)), output, seconds, needs, can_resume=True, recipe=path)
@@ -127,7 +150,7 @@ class Plan:
         if run.values["data"].get("task"):
             words += _repeated("--length", [str(length) for length in wanted.lengths])
         else:
-            words += ["--data", str(run.values["data"]["path"])]
+            words += ["--data", str(self.arms.text_path)]
             options = ["num_passes", "depth", "split", "sequence_length", "max_sequences", "batch_size"]
             tokens = wanted.max_sequences * wanted.sequence_length
         for option in options:

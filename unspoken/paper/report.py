@@ -1,7 +1,6 @@
 """A study's table.md, plots and report.html from its results."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from unspoken.analysis.figures import Estimate, Frame, Series, interval_plot, line_plot
-from unspoken.analysis.numbers import number, short_count, signed
+from unspoken.analysis.numbers import number, scientific, short_count, signed
 from unspoken.analysis.page import Block, Cell, Code, Figures, Finding, Folded, Section, Table, Text, page
 from unspoken.analysis.report import SMALL_SPAN, curves, machine, settings, text_sources
 from unspoken.paper.answers import CAPTION, answer_tables, lengths, plot_answers
@@ -22,6 +21,8 @@ from unspoken.paper.latent import CAPTION as LATENT_CAPTION
 from unspoken.paper.latent import latent_tables, plot_latent_lengths
 from unspoken.paper.pipeline import Pipeline, duration
 from unspoken.paper.results import COUNTED, Found, Results, decoding_loss, mean_curve, mean_loss
+from unspoken.paper.solved import CAPTION as SOLVED_CAPTION
+from unspoken.paper.solved import GAIN_CAPTION, gain_tables, plot_solved, solved_tables
 from unspoken.paper.tasks import CAPTION as TASK_CAPTION
 from unspoken.paper.tasks import task_tables
 
@@ -57,6 +58,7 @@ def plots(results: Results) -> list[Plot]:
         "budgets": _budgets,
         "answers": _answers,
         "latent": _latent,
+        "solved": _solved,
     }
     return [plot for kind in results.study.file.plots for plot in makers[kind](results)]
 
@@ -76,8 +78,8 @@ def loss_rows(results: Results) -> tuple[list[str], list[list[str]]]:
             rows.append([
                 arm,
                 short_count(results.cumulative(first, "tokens")),
-                _flops(results.cumulative(first, COUNTED)),
-                _flops(results.cumulative(first, "train_flops")),
+                scientific(results.cumulative(first, COUNTED)),
+                scientific(results.cumulative(first, "train_flops")),
                 f"{seconds:.0f}",
                 *(number(loss["mean"]) if loss else "" for loss in losses),
                 number(sum(bits) / len(bits)) if bits else "",
@@ -115,6 +117,8 @@ def markdown(results: Results) -> str:
         *latent_tables(results),
         *domain_tables(results),
         *task_tables(results),
+        *solved_tables(results),
+        *gain_tables(results),
         *cost_tables(results),
         comparison_rows(results),
     ]
@@ -146,6 +150,7 @@ def _html(results: Results, drawn: Sequence[Plot], pipeline: Pipeline) -> str:
     missing = [Text(f"Not among the results: {absent}.", "note")] if absent else []
     quick = [Text(QUICK, "note")] if results.plan.arms.is_quick else []
     headers, rows = loss_rows(results)
+    gains = [Table(*rows, GAIN_CAPTION) for rows in gain_tables(results)]
     arms: list[Block] = [
         Table(headers, rows, _caption(results)),
         *(Text(f"{arm}: {note}", "soft") for arm in study.arms if (note := (study.arms[arm] or {}).get("note"))),
@@ -157,6 +162,7 @@ def _html(results: Results, drawn: Sequence[Plot], pipeline: Pipeline) -> str:
         *(Section("Latent steps", [Table(*steps, LATENT_CAPTION)]) for steps in latent_tables(results)),
         *(Section("Text of another kind", [Table(*rows, DOMAIN_CAPTION)]) for rows in domain_tables(results)),
         *(Section("Tasks", [Table(*rows, TASK_CAPTION)]) for rows in task_tables(results)),
+        *(Section("Problems", [Table(*solved, SOLVED_CAPTION), *gains]) for solved in solved_tables(results)),
         *(Section("Costs", [Table(*costs, COST_CAPTION)]) for costs in cost_tables(results)),
         Section("Differences", [Table(*comparison_rows(results)), Text(READ_WITH_CARE, "soft")]),
         Section("Plots", [Figures([(svg, caption) for _, svg, caption in drawn])]),
@@ -295,12 +301,13 @@ def _latent(results: Results) -> list[Plot]:
     return [("latent", plot, "The first seed of each arm.")] if plot else []
 
 
+def _solved(results: Results) -> list[Plot]:
+    plot = plot_solved(results)
+    return [("solved", plot, "Each line leads from the arm after the minus sign to the one before.")] if plot else []
+
+
 def _with_budget(found: Found) -> str:
     return str(found.comparison) + (f" at {short_count(found.budget)} tokens" if found.budget else "")
-
-
-def _flops(value: float) -> str:
-    return f"{value:.2e}".replace("e+", "e") if math.isfinite(value) else ""
 
 
 def _yaml(values: object) -> str:

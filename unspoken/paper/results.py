@@ -15,19 +15,20 @@ from unspoken.analysis.flops import RunFlops, run_flops
 from unspoken.analysis.runs import EVALUATION, RESOLVED, SUMMARY, read_run, read_task_scores
 from unspoken.analysis.runs import Run as RunFolder
 from unspoken.analysis.seeds import SeedDifference, seed_difference
+from unspoken.analysis.solved import Solved, read_solved
 from unspoken.errors import UnspokenError
 from unspoken.eval.perplexity import EXACT
 from unspoken.paper.arms import Run
 from unspoken.paper.command import Record
 from unspoken.paper.pipeline import Pipeline
 from unspoken.paper.plan import Plan
-from unspoken.paper.study import Comparison, Study, Term
+from unspoken.paper.study import PROBLEMS, Comparison, Study, Term
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run: its folder, the evaluation of its model, and that on text of another kind where the study asks for it;
-    the records of its commands. `missing`: why there is none."""
+    """One run: its folder, the evaluation of its model, and those on text of another kind, on tasks and on problems
+    where the study asks for them; the records of its commands. `missing`: why there is none."""
 
     run: Run
     folder: RunFolder | None = None
@@ -36,6 +37,7 @@ class Result:
     missing: str = ""
     other: Evaluation | None = None
     tasks: dict[str, Any] | None = None
+    solved: Solved | None = None
 
     @property
     def is_done(self) -> bool:
@@ -112,7 +114,9 @@ class Results:
 
     @cached_property
     def found(self) -> list[Found]:
-        return [self._compare(c, budget) for budget in self.budgets for c in self.study.comparisons]
+        """Of the arms that read text; what those that learn problems came to is in `paper/solved.py`."""
+        losses = [c for c in self.study.comparisons if not self.study.file.learns_problems(c.of.arm)]
+        return [self._compare(c, budget) for budget in self.budgets for c in losses]
 
     def as_dict(self) -> dict[str, Any]:
         study = self.study.file
@@ -172,6 +176,7 @@ class Results:
             "task": (result.evaluation or {}).get("task"),
             "other_text": (result.other or {}).get("results"),
             "tasks": (result.tasks or {}).get("rows"),
+            "problems": result.solved and {"all": result.solved.whole, **result.solved.tasks},
             "made_with": recipe.pop("made_with", None),
             "recipe": recipe,
         }
@@ -227,8 +232,10 @@ def _read(run: Run, plan: Plan, pipeline: Pipeline) -> Result:
         return Result(run, missing="; ".join(folder.missing + evaluated.missing))
     records = [record for command in commands if (record := pipeline.record(command.name))]
     other = read_run(commands[2].output, wanted=(EVALUATION,)).evaluation if plan.has_other_text else None
-    tasks = read_task_scores(commands[-1].output) if plan.has_tasks else None
-    return Result(run, folder, evaluated.evaluation, records, other=other, tasks=tasks)
+    by_name = {command.name: command.output for command in commands}
+    tasks = read_task_scores(by_name[f"{run.name}-tasks"]) if plan.has_tasks else None
+    solved = read_solved(by_name[f"{run.name}-{PROBLEMS}"]) if run.learns_problems else None
+    return Result(run, folder, evaluated.evaluation, records, other=other, tasks=tasks, solved=solved)
 
 
 def _finite(value: float) -> float | None:

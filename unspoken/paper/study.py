@@ -6,6 +6,7 @@
       plain-2x: {model.method: vanilla, train.total_tokens: x2}        # x2: twice the base's
       recycler: {note: two passes, as in the paper}
       later: {after: plain, train.total_tokens: x0.25}                 # goes on from that arm's trained model
+      taught: {after: plain, learns: problems, train.total_tokens: x0.5}   # goes on with answers to problems
     compare: {equal tokens: recycler - plain, feedback: recycler - recycler k=1}
 
 A loss is that of the model as it decodes (the exact recurrence if it was measured) unless `k=1`, `k=2` or `exact`
@@ -17,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -28,8 +29,9 @@ from unspoken.train.recipe import Count, CountOrNone, Section
 from unspoken.train.recipe_file import Origins, read_yaml
 
 STUDY = "study.yaml"
+LEARNS, PROBLEMS = "learns", "problems"
 FOLDERS = (Path("recipes/paper"), Path(unspoken.__file__).parents[1] / "recipes/paper")
-Plot = Literal["differences", "depth", "cost", "curves", "budgets", "answers", "latent"]
+Plot = Literal["differences", "depth", "cost", "curves", "budgets", "answers", "latent", "solved"]
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 _TERM = re.compile(r"(\S+)(?: (k=[1-9]\d*|exact))?")
 
@@ -56,14 +58,26 @@ class EvalSection(Section):
     batch_size: Count = 32
 
 
+class ProblemsSection(Section):
+    """What `unspoken data problems` is asked for, and with what `unspoken eval` scores the answers."""
+
+    specs: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_train: Count = 5000
+    num_val: Count = 200
+    reward: str = "last_number"
+    max_new_tokens: Count = 96
+    batch_size: Count = 50
+
+
 class StudyFile(Section):
     """The keys of study.yaml.
 
-    other_text: corpora of another kind, on which every model is evaluated too. tasks: of lm-eval, made of the held-out
-    text (`unspoken data questions`). baseline: an arm that every other is
-    compared with, beside what `compare` says. budgets: training tokens of the base, one set of runs for each. costs: a
-    table of what training and decoding cost. quick_arms: those of `--quick`, all unless given. cpu_seconds: what the
-    whole cost where it was tried. paper: the paper's own settings and numbers, shown beside ours.
+    other_text: corpora of another kind, on which every model is evaluated too. tasks: of lm-eval, of the held-out text
+    (`unspoken data questions`). problems: what an arm with `learns: problems` reads instead of text, and is asked.
+    baseline: an arm that every other is compared with, beside what `compare` says. budgets: training tokens of the
+    base, one set of runs for each. costs: a table of what training and decoding cost. quick_arms: those of `--quick`,
+    all unless given. cpu_seconds: what the whole cost where it was tried. paper: the paper's own settings and numbers,
+    shown beside ours.
     """
 
     title: str
@@ -73,6 +87,7 @@ class StudyFile(Section):
     text: TextSection = TextSection()
     other_text: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    problems: ProblemsSection | None = None
     arms: Annotated[dict[str, dict[str, Any] | None], Field(min_length=1)]
     seeds: Annotated[tuple[CountOrNone, ...], Field(min_length=1)] = (0, 1)
     budgets: tuple[Count, ...] = ()
@@ -91,12 +106,19 @@ class StudyFile(Section):
             if not _NAME.fullmatch(name):
                 raise ValueError(f"arm {name!r}: a name is of small letters, digits, dots and hyphens")
             self.ancestors(name)
+            self._check_learner(name)
         for name in [*([self.baseline] if self.baseline else []), *(self.quick_arms or [])]:
             self._check_arm(name)
         for name, expression in self.compare.items():
-            for term in parse_comparison(name, expression):
+            of, minus = parse_comparison(name, expression)
+            for term in (of, minus):
                 self._check_arm(term.arm, f"{expression!r}: ")
+            if self.learns_problems(of.arm) != self.learns_problems(minus.arm):
+                raise ValueError(f"{expression!r}: one arm learns problems, the other reads text")
         return self
+
+    def learns_problems(self, name: str) -> bool:
+        return LEARNS in (self.arms[name] or {})
 
     def ancestors(self, name: str) -> list[str]:
         """The arms that this one goes on from, the nearest first."""
@@ -107,6 +129,19 @@ class StudyFile(Section):
                 raise ValueError(f"arm {name!r}: after: it would go on from itself")
             found.append(before)
         return found[1:]
+
+    def _check_learner(self, name: str) -> None:
+        if not self.learns_problems(name):
+            return
+        arm = self.arms[name] or {}
+        if arm[LEARNS] != PROBLEMS:
+            raise ValueError(f"arm {name!r}: learns: {arm[LEARNS]!r}; an arm can learn `problems`, and reads text else")
+        if self.problems is None:
+            raise ValueError(f"arm {name!r}: learns: problems, and the study says none; give it `problems.specs`")
+        if "after" not in arm:
+            raise ValueError(f"arm {name!r}: learns: problems needs `after`, an arm that has read text")
+        if self.budgets:
+            raise ValueError("budgets: not with arms that learn problems")
 
     def _check_arm(self, name: str, where: str = "") -> None:
         if name not in self.arms:
@@ -151,10 +186,12 @@ class Study:
     @property
     def comparisons(self) -> list[Comparison]:
         """Those of `compare`, then every arm against the baseline."""
-        found = [parse_comparison(name, expression) for name, expression in self.file.compare.items()]
-        if self.file.baseline:
-            baseline = Term(self.file.baseline)
-            found += [Comparison("", Term(arm), baseline) for arm in self.file.arms if arm != baseline.arm]
+        file = self.file
+        found = [parse_comparison(name, expression) for name, expression in file.compare.items()]
+        if file.baseline:
+            baseline = Term(file.baseline)
+            others = [arm for arm in file.arms if file.learns_problems(arm) == file.learns_problems(baseline.arm)]
+            found += [Comparison("", Term(arm), baseline) for arm in others if arm != baseline.arm]
         return found
 
 
@@ -223,8 +260,9 @@ def _complaint(details: ErrorDetails, path: Path, origins: Origins) -> str:
     match details["type"]:
         case "extra_forbidden":
             section = StudyFile.model_fields.get(names[0])
-            holder: Any = section.annotation if section and len(names) > 1 else StudyFile
-            return f"{where}: {key}unknown key{nearest_or_all(names[-1], getattr(holder, 'model_fields', {}))}"
+            holders = [section.annotation, *get_args(section.annotation)] if section and len(names) > 1 else [StudyFile]
+            known = next((one.model_fields for one in holders if hasattr(one, "model_fields")), {})
+            return f"{where}: {key}unknown key{nearest_or_all(names[-1], known)}"
         case "missing":
             return f"{where}: {key}required, but not given"
         case "value_error":
