@@ -49,6 +49,16 @@ def test_they_read_the_problems_and_are_asked_them(teaching, make_plan, is_quick
     assert text_evaluation.words[text_evaluation.words.index("--data") + 1] == str(data.output)
 
 
+def test_they_learn_them_beside_a_text_that_is_given(teaching, make_plan):
+    plan = make_plan(teaching, overrides=["--data.path", "given"])
+    (problems,) = plan.stages(1)[0].lanes[0]
+    run = next(run for run in plan.runs if run.name == "taught-s0")
+    assert problems.name == "problems" and "path" not in run.values["data"]
+    train, text_evaluation, _ = plan.commands(run)
+    assert train.needs == ("plain-s0", "problems")
+    assert text_evaluation.words[text_evaluation.words.index("--data") + 1] == "given"
+
+
 def test_their_answers_are_compared_and_not_their_losses(teaching, make_plan):
     teaching["baseline"] = "plain"
     plan = make_plan(teaching)

@@ -31,6 +31,14 @@ def test_every_model_answers_what_was_made_of_the_text(asking, make_plan, is_qui
         assert ("--limit" in tasks.words) == is_quick
 
 
+def test_what_a_given_text_leaves_out_is_said(asking, make_plan, values):
+    assert make_plan(asking).notes() == make_plan(values).notes() == []
+    asking["base"]["data"]["path"] = "elsewhere"
+    assert make_plan(asking).notes() == [
+        "other_text and tasks: left out, as they belong to the text that the study prepares itself"
+    ]
+
+
 def test_scores_are_averaged_over_seeds(asking, make_plan):
     plan = make_plan(asking)
     leave_results(plan, {"plain": {"k=1": 5.0}, "recycler": {"k=1": 4.9, "k=2": 4.8}})

@@ -46,6 +46,8 @@ def run_study(arms: Arms, runs: Sequence[Run], selected: Sequence[str], options:
     if not options.report_only:
         if not options.overwrite:
             refuse_other_settings(plan)
+        for note in plan.notes():
+            console.print(f"note: {note}", highlight=False, soft_wrap=True)
         _run(pipeline, plan, selected, options.jobs, console)
     results = Results(arms.study, plan, pipeline)
     if not results.arms:

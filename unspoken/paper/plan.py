@@ -50,13 +50,19 @@ class Plan:
         lanes = [self.commands(run) for run in (self.runs if runs is None else runs)]
         study = self.arms.study.file
         stages = [Stage(study.title, study.question, lanes, at_once)]
-        if self.arms.makes_text:
-            texts = [self.prepare()]
-            texts += [self.prepare_other()] if self.has_other_text else []
-            texts += [self.prepare_questions()] if self.has_tasks else []
-            texts += [self.prepare_problems(self.problems)] if self.problems else []
-            stages.insert(0, Stage("Text", "What all runs read.", [texts]))
-        return stages
+        texts = [self.prepare()] if self.arms.makes_text else []
+        texts += [self.prepare_other()] if self.has_other_text else []
+        texts += [self.prepare_questions()] if self.has_tasks else []
+        texts += [self.prepare_problems(self.problems)] if self.problems else []
+        return [Stage("Text", "What all runs read.", [texts]), *stages] if texts else stages
+
+    def notes(self) -> list[str]:
+        """What the study asks for and this plan leaves out."""
+        study = self.arms.study.file
+        wanted = [name for name in ("other_text", "tasks") if getattr(study, name)]
+        if wanted and not self.arms.makes_text:
+            return [f"{' and '.join(wanted)}: left out, as they belong to the text that the study prepares itself"]
+        return []
 
     def commands(self, run: Run) -> list[Command]:
         """Those of a run, in their order."""
