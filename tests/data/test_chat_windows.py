@@ -32,7 +32,7 @@ def test_a_window_by_hand():
     assert window["input_ids"].tolist() == [1, 1, 1, 1, 2, 2, 2, 2, PAD, PAD]
     assert window["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert window["labels"].tolist() == [-100, -100, 1, 1, -100, 2, 2, 2, -100, -100]
-    assert window["prompt_mask"].long().tolist() == [1, 1, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert window["prompt_mask"].long().tolist() == [1, 1, 0, 0, 1, 0, 0, 0, 1, 1]
     assert windows.fill == 0.8
     windows.has_prompt_mask = False
     assert "prompt_mask" not in windows[0]

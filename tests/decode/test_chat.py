@@ -50,25 +50,29 @@ def oracle_answer(decoder: NaiveDecoder, ids: list[int], num_tokens: int = NUM_N
 
 
 def test_a_conversation_is_trained_as_it_is_held(tokenizer):
-    """With one prefill pass: a training window's mask, and as many passes as tokens, are three turns over one cache."""
+    """With one prefill pass: a training window's mask, and as many passes as tokens, are three turns over one cache.
+    What ends an answer is read with the next question, and the state before it is recycled into it, as in the answer.
+    """
     text = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     model = texts.text_model("recycler", torch.float64, num_prefill_passes=1, text=text)
+    model.generation_config.forced_eos_token_id = tokenizer.eos_token_id
     held = ChatSession(model, tokenizer, Sampling(NUM_NEW))
     is_target: list[bool] = []
     for question in ("What is a list?", "And a tuple?", "Why?"):
-        answer_ends = len(held.token_ids)
         held.ask(question)
-        asked = len(held.token_ids) - NUM_NEW - answer_ends
-        # What ends an answer is one of its targets.
-        is_target += [True] * bool(answer_ends) + [False] * (asked - bool(answer_ends)) + [True] * NUM_NEW
+        num_answered, was_answered = NUM_NEW - 1, bool(is_target)
+        num_asked = len(held.token_ids) - num_answered - len(is_target) - was_answered
+        is_target += [True] * was_answered + [False] * num_asked + [True] * num_answered
     row = Example(np.array(held.token_ids), np.array(is_target), "here")
+    assert (
+        is_target.count(True) == 3 * NUM_NEW - 1 and tokenizer.decode(row.ids[row.is_target]).count("<|im_end|>") == 2
+    )
     windows = ChatWindows([row], len(row), 0)
     windows.has_prompt_mask = True
     window = {name: values[None] for name, values in windows[0].items()}
     ids, mask = window["input_ids"], window["prompt_mask"]
     states = model.model(ids, prompt_mask=mask, num_passes=len(row), use_cache=False).last_hidden_state
-    # The last token of an answer is in the cache with the next question only.
-    torch.testing.assert_close(states[:, -2:-1], recycled_state(held.cache).read())
+    torch.testing.assert_close(states[:, -1:], recycled_state(held.cache).read())
 
 
 def test_answers_are_those_of_a_decoder_without_a_cache(session, model, tokenizer):

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 from tests.families import BOS, EOS, PAD, VOCAB_SIZE, adaptive_model, random_ids, tiny_model
 from tests.oracle import close
 from unspoken import RecyclerForCausalLM
-from unspoken.data.chat_windows import prompt_positions
 
 LENGTHS = (11, 3, 7, 2, 9, 5, 8, 6)
 QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "logging_strategy": "no"}
@@ -230,7 +229,7 @@ def test_our_sft_trainer_trains_every_pass_on_the_answers(packing, num_prefill_p
         own = torch.zeros(2)
         for document in batch:
             if num_prefill_passes == 1:
-                document["prompt_mask"] = prompt_positions(document["labels"] != -100)
+                document["prompt_mask"] = document["labels"] == -100
             output = model(**document, use_cache=False, num_items_in_batch=count)
             output.loss.backward()
             own += output.pass_losses.detach()

@@ -11,6 +11,7 @@ from tests.families import EOS, PAD, VOCAB_SIZE, adaptive_model, random_ids, tin
 from unspoken.errors import UnspokenError
 from unspoken.rl.trainer import LatentGRPOTrainer
 
+DEEP = {"num_hidden_layers": 4}  # for recursions of the middle
 PROMPTS = [text_of(random_ids(1, n, seed=n)) for n in (4, 7)]
 
 
@@ -165,17 +166,31 @@ def test_experts_are_scored_and_not_balanced(method, passes, tokenizer, tmp_path
     assert "aux_loss" not in trainer._metrics["train"]
 
 
-@pytest.mark.parametrize("arguments", [{"pad_to_multiple_of": 8}, {"beta": 0.1}, {"num_iterations": 2}])
+@pytest.mark.parametrize(
+    "arguments", [{"pad_to_multiple_of": 8}, {"beta": 0.1}, {"beta": 0.1, "num_iterations": 2}], ids=str
+)
 def test_flips_are_found_whatever_else_is_asked(arguments, tokenizer, tmp_path):  # noqa: F811
-    """Wider batches; a reference that is the policy with its LoRA switched off, and halts elsewhere."""
+    """Wider batches; a reference that is the same model with the LoRA that it began with, and halts elsewhere."""
     model = fresh("adaptive")
     if "beta" in arguments:
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj", "down_proj"]))
     trainer = trainer_of(model, tokenizer, tmp_path, gradient_checkpointing=False, **arguments)
-    batch = rollout(trainer)
-    assert ("ref_per_token_logps" in batch) == ("beta" in arguments)
-    assert trainer.last_gap.max_abs < 1e-4 and trainer.last_gap.flipped == 0.0
-    assert trainer.sampled_lengths.float().mean() > 0.1
+    for name, parameter in model.named_parameters():
+        if "lora_B.default" in name:
+            torch.nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        batch = rollout(trainer)
+        assert ("ref_per_token_logps" in batch) == ("beta" in arguments)
+        assert trainer.last_gap.max_abs < 1e-4 and trainer.last_gap.flipped == 0.0
+        assert trainer.sampled_lengths.float().mean() > 0.1
+        trainer.scored_lengths = trainer.scored_lengths + 1  # of this rollout, not to be found in the next
+    if "beta" in arguments:
+        model.set_adapter("ref")
+        trainer.scored_lengths = None
+        trainer._scored(batch)
+        num_taken_in = trainer.sampled_lengths.shape[1]
+        read = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)[:, :num_taken_in].bool()
+        assert (trainer.scored_lengths[:, :num_taken_in] != trainer.sampled_lengths)[read].any()
 
 
 def test_rollouts_know_no_dropout(tokenizer, tmp_path):  # noqa: F811
@@ -339,8 +354,21 @@ def test_what_cannot_be_is_refused(arguments, options, message, tokenizer, tmp_p
         trainer_of(fresh(), tokenizer, tmp_path, options=options, **arguments)
 
 
-def test_a_policy_that_speaks_behind_an_earlier_loop_is_refused(tokenizer, tmp_path):  # noqa: F811
-    fields = {"exit_gate": True, "exit_quantile": 0.5, "norm_between_loops": True}
-    model = texts.text_model("looped", **fields, text={"vocab_size": VOCAB_SIZE, "eos_token_id": EOS})
-    with pytest.raises(ValueError, match=r"exit_quantile=0\.5: the policy is scored behind its last loop"):
+@pytest.mark.parametrize(
+    ("method", "fields", "message"),
+    [
+        ("looped", {"exit_gate": True, "exit_quantile": 0.5, "norm_between_loops": True}, r"exit_quantile=0\.5"),
+        ("mor", {"recursion_router": "expert_choice"}, "recursion_router='expert_choice'"),
+    ],
+)
+def test_a_policy_that_is_not_scored_as_it_decodes_is_refused(method, fields, message, tokenizer, tmp_path):  # noqa: F811
+    model = texts.text_model(method, **fields, text={**DEEP, "vocab_size": VOCAB_SIZE, "eos_token_id": EOS})
+    with pytest.raises(ValueError, match=message):
         trainer_of(model, tokenizer, tmp_path)
+
+
+def test_recursions_by_token_choice_score_what_they_decode(tokenizer, tmp_path):  # noqa: F811
+    model = texts.text_model("mor", text={**DEEP, "vocab_size": VOCAB_SIZE, "eos_token_id": EOS})
+    trainer = trainer_of(model, tokenizer, tmp_path, gradient_checkpointing=False)
+    rollout(trainer)
+    assert trainer.last_gap.max_abs < 1e-4

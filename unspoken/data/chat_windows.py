@@ -3,7 +3,7 @@
     input_ids      q  q  a  end | q  a  a  end | pad      q: asked, a: answered
     position_ids   0  1  2   3  | 0  1  2   3  |  0
     labels         .  .  a  end | .  a  a  end |  .
-    prompt_mask    1  1  0   1  | 1  0  0   1  |  1       no state is recycled there, with one prefill pass
+    prompt_mask    1  1  0   0  | 1  0  0   0  |  1       no state is recycled there, with one prefill pass
 
 The longest come first, each into the fullest window that still has room; the windows are shuffled anew each epoch.
 """
@@ -59,7 +59,7 @@ class ChatWindows(Windows):
             input_ids[start:end] = example.ids
             labels[start:end] = np.where(example.is_target, example.ids, IGNORE_LABEL)
             labels[start] = IGNORE_LABEL
-            prompt_mask[start:end] = prompt_positions(torch.from_numpy(example.is_target))
+            prompt_mask[start:end] = ~example.is_target
             position_ids[start:end] = np.arange(len(example))
             start = end
         position_ids[start:] = np.arange(self.sequence_length - start)
@@ -76,17 +76,6 @@ class ChatWindows(Windows):
             random = frozen_random(self.seed, epoch, _STREAM)
             self._epochs[epoch] = random.permutation(numbers) if self.shuffle else numbers
         return self._epochs[epoch]
-
-
-def prompt_positions(is_target: torch.Tensor) -> torch.Tensor:
-    """Which positions of a conversation a prefill of one pass recycles nothing into: bool [..., T], as `is_target`, the
-    tokens of the answers.
-
-    All but an answer's tokens, and of those the last as well: what ends an answer is read with the next question.
-    """
-    goes_on = torch.zeros_like(is_target)
-    goes_on[..., :-1] = is_target[..., 1:]
-    return ~(is_target & goes_on)
 
 
 def fitted(lengths: Sequence[int], size: int) -> list[list[int]]:

@@ -40,7 +40,7 @@ from unspoken.rl.checkpoints import SealedCheckpoints
 from unspoken.rl.journal import Journal, Progress
 from unspoken.rl.prompts import Prompts, Rollouts, read_prompts
 from unspoken.rl.recipe import RLRecipe
-from unspoken.rl.trainer import LatentGRPOTrainer
+from unspoken.rl.trainer import LatentGRPOTrainer, check_policy
 from unspoken.train.build import end_answers, model_like, pick_device, pretrained_model
 from unspoken.train.checkpoint import check_belongs, read_record
 from unspoken.train.folder import (
@@ -152,7 +152,7 @@ def _start(recipe: RLRecipe, resume: bool) -> tuple[PolicyTrainer, Journal]:
     if tokenizer.eos_token_id is None:
         raise UsageError("model.from_pretrained: its tokenizer has no end token, so no answer would end")
     end_answers(model, tokenizer)
-    _check_depth(recipe, model)
+    _check_model(recipe, model)
     prompts = read_prompts(recipe, tokenizer, model, functions)
     values = recipe.plain() | {"made_with": made_with(prompts.fingerprint)}
     if newest is not None:
@@ -179,10 +179,14 @@ def _start(recipe: RLRecipe, resume: bool) -> tuple[PolicyTrainer, Journal]:
     return trainer, journal
 
 
-def _check_depth(recipe: RLRecipe, model: LatentForCausalLM) -> None:
+def _check_model(recipe: RLRecipe, model: LatentForCausalLM) -> None:
     passes = recipe.policy.num_scoring_passes
     if passes not in (None, 1, "exact") and not isinstance(model.config, RecyclerConfig):
         raise UsageError(f"policy.num_scoring_passes: {passes}: a {model.config.model_type} model has one pass")
+    try:
+        check_policy(model.config)
+    except ValueError as error:
+        raise UsageError(f"model: {error}") from error
 
 
 def _trainer(

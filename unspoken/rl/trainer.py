@@ -51,8 +51,8 @@ class LatentGRPOTrainer(GRPOTrainer):
     Raises:
         TypeError: the model is no latent one.
         ValueError: settings under which the rollout would sample from another distribution than the one that is scored
-            (top_p, top_k, min_p, repetition_penalty, a looped model's exit quantile below 1), vLLM, or passes that the
-            model has not.
+            (top_p, top_k, min_p, repetition_penalty), vLLM, passes that the model has not, or one that decodes
+            otherwise than it is scored (a looped model's exit quantile below 1, recursions by expert choice).
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class LatentGRPOTrainer(GRPOTrainer):
             raise TypeError(
                 f"LatentGRPOTrainer trains latent models, not a {type(latent).__name__}: use trl.GRPOTrainer"
             )
-        _check_sampling(self.args, latent.config)
+        _check_sampling(self.args)
+        check_policy(latent.config)
         if on_gap not in ("stop", "correct"):
             raise ValueError(f"on_gap must be 'stop' or 'correct', got {on_gap!r}")
         self.gap_limit, self.on_gap, self.correction_limit = gap_limit, on_gap, correction_limit
@@ -281,24 +282,34 @@ def _recorded(
     recorder, original = _Recorder(temperature), model.generate
 
     def generate(*args: Any, **kwargs: Any) -> Tensor:
-        was_training = model.training
-        model.eval()
         with precision():
             sequences = original(*args, **kwargs, **options, logits_processor=LogitsProcessorList([recorder]))
-        model.train(was_training)
         recorder.take(sequences[:, -1])
         return sequences
 
-    own, model.generate = model.generation_config, generate
+    own, was_training, model.generate = model.generation_config, model.training, generate
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    model.eval()
     try:
         yield recorder
     finally:
+        model.train(was_training)
         model.generation_config = own
         del model.generate
 
 
-def _check_sampling(args: Any, config: Any) -> None:
+def check_policy(config: Any) -> None:
+    """Raise ValueError for a model that decodes otherwise than it is scored in training."""
+    if (quantile := getattr(config, "exit_quantile", 1)) != 1:
+        raise ValueError(f"exit_quantile={quantile}: a policy is scored behind its last loop; set it to 1 to train")
+    if getattr(config, "recursion_router", None) == "expert_choice":
+        raise ValueError(
+            "recursion_router='expert_choice': in training whom an expert takes depends on tokens to come, so a policy "
+            "cannot be scored as it decodes; token_choice can"
+        )
+
+
+def _check_sampling(args: Any) -> None:
     neutral = {"top_p": (None, 1.0), "top_k": (None, 0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
     for name, values in neutral.items():
         if (value := getattr(args, name, None)) not in values:
@@ -306,8 +317,6 @@ def _check_sampling(args: Any, config: Any) -> None:
                 f"{name}={value}: the rollout would sample from another distribution than the one that is scored; "
                 "leave it out (temperature is scored as it is sampled)"
             )
-    if (quantile := getattr(config, "exit_quantile", 1)) != 1:
-        raise ValueError(f"exit_quantile={quantile}: the policy is scored behind its last loop; set it to 1 to train")
     if args.generation_kwargs:
         names = ", ".join(args.generation_kwargs)
         raise ValueError(f"generation_kwargs ({names}): what they do to the rollout is not scored; leave them out")

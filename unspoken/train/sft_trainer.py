@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from trl import SFTTrainer
 
-from unspoken.data.chat_windows import prompt_positions
 from unspoken.models.latent_lm import LatentForCausalLM, without_peft
 from unspoken.models.loss import IGNORE_INDEX
 
@@ -48,7 +47,7 @@ class LatentSFTTrainer(SFTTrainer):
         """The model's loss, over the targets of the whole optimizer step and of all processes."""
         inputs = {**inputs, "use_cache": False}
         if self.hides_prompts:
-            inputs["prompt_mask"] = prompt_positions(inputs["labels"] != IGNORE_INDEX)
+            inputs["prompt_mask"] = inputs["labels"] == IGNORE_INDEX
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch, skip_logits=not return_outputs)
         loss = outputs.loss
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
