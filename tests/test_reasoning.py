@@ -88,6 +88,7 @@ def test_tables_by_hand(tmp_path):
         scores = {
             "tasks": {task: {"accuracy": share, "majority": 0.5} for task, share in shares.items()},
             "all": {"accuracy": sum(rewards) / 4, "majority": 0.5},
+            "data": {"sha256": "of the file"},
         }
         (folder / "eval_problems.json").write_text(json.dumps(scores))
         rows = [{"place": f"val.jsonl:{i}", "reward": float(reward)} for i, reward in enumerate(rewards)]

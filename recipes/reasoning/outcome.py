@@ -15,6 +15,7 @@ from unspoken.analysis.numbers import scientific
 from unspoken.analysis.page import Block, Figures, Section, Table, Text, page
 from unspoken.analysis.policy_report import outcomes, read_policy_run
 from unspoken.analysis.solved import Solved, accuracy_rows, gain, read_solved
+from unspoken.errors import UnspokenError
 
 CAPTION = (
     "Right answers to held-out problems, in %, greedily; averaged over seeds, each seed's in brackets. majority: the "
@@ -72,7 +73,12 @@ def _differences(out: Path, size: Size, seeds: Sequence[int]) -> list[Table]:
     pairs += [(f"rewarded - taught: {arm.name}", f"rl-{arm.name}", f"sft-{arm.name}") for arm in size.arms]
     rows = []
     for label, *sides in pairs:
-        if found := gain(*(_solved(out, side, seeds) for side in sides)):
+        try:
+            found = gain(*(_solved(out, side, seeds) for side in sides))
+        except UnspokenError as error:
+            rows.append([label, str(error), ""])
+            continue
+        if found:
             rows.append([label, str(found), ", ".join(f"{one:+.1f}" for one in found.by_seed.values())])
     caption = "Differences of right answers in percentage points, paired over problems; 95 % over redrawn problems."
     return [Table(["comparison", "difference", "by seed"], rows, caption)]

@@ -1,20 +1,23 @@
 """Right answers of two models on the same problems, by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from unspoken.analysis.compare import Outcome
 from unspoken.analysis.solved import Solved, accuracy_rows, gain, read_solved
 from unspoken.errors import UnspokenError
 
 
-def leave_answers(folder, rewards: list[float], tasks: int = 2) -> None:
+def leave_answers(folder, rewards: list[float], tasks: int = 2, data: str = "one file") -> None:
     """What `unspoken eval --problems --log-samples` would leave, of so many tasks of equal size."""
     size = len(rewards) // tasks
     own = {f"task-{i}": rewards[i * size : (i + 1) * size] for i in range(tasks)}
     scores = {
         "tasks": {name: {"accuracy": sum(one) / size, "majority": 0.5} for name, one in own.items()},
         "all": {"accuracy": sum(rewards) / len(rewards), "majority": 0.25},
+        "data": {"sha256": data},
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "eval_problems.json").write_text(json.dumps(scores))
@@ -35,10 +38,10 @@ def solved(tmp_path):
 
 def test_a_gain_is_of_the_same_problems(solved):
     """Partial credit is no right answer; seeds that one side lacks take no part."""
-    of = {0: solved("a", [1, 1, 1, 0.5]), 1: solved("b", [1, 1, 0, 0]), 2: solved("c", [0, 0, 0, 0])}
+    of = {0: solved("a", [1, 1, 1, 0.95]), 1: solved("b", [1, 1, 0, 0]), 2: solved("c", [0, 0, 0, 0])}
     minus = {0: solved("d", [1, 0, 0, 0]), 1: solved("e", [1, 1, 0, 1])}
     found = gain(of, minus)
-    assert found.by_seed == {0: 50.0, 1: -25.0} and found.mean == 12.5 and not found.is_clear
+    assert found.by_seed == {0: 50.0, 1: -25.0} and found.mean == 12.5 and found.outcome is Outcome.UNCLEAR
     low, high = found.interval
     assert -50 <= low < 12.5 < high <= 50 and str(found).startswith("+12.5 [")
     assert gain(of, {5: minus[0]}) is None
@@ -46,11 +49,16 @@ def test_a_gain_is_of_the_same_problems(solved):
 
 def test_what_is_clear(solved):
     """Nearly every problem in both seeds; not if one seed says nothing, or the other way round."""
-    none, most = solved("none", [0.0] * 40), solved("most", [1.0] * 38 + [0.0] * 2)
-    assert gain({0: most, 1: most}, {0: none, 1: none}).is_clear
-    assert gain({0: none, 1: none}, {0: most, 1: most}).is_clear
-    assert not gain({0: most, 1: none}, {0: none, 1: none}).is_clear
-    assert not gain({0: none}, {0: none}).is_clear
+    none, most, one = (solved(str(num), [1.0] * num + [0.0] * (40 - num)) for num in (0, 38, 1))
+    outcomes = [
+        (({0: most, 1: most}, {0: none, 1: none}), Outcome.BETTER),
+        (({0: none, 1: none}, {0: most, 1: most}), Outcome.WORSE),
+        (({0: most, 1: none}, {0: none, 1: none}), Outcome.UNCLEAR),
+        (({0: none}, {0: none}), Outcome.UNCLEAR),
+        (({0: one, 1: one}, {0: none, 1: none}), Outcome.UNCLEAR),
+    ]
+    for sides, outcome in outcomes:
+        assert gain(*sides).outcome is outcome
 
 
 def test_tables_average_over_seeds(solved):
@@ -62,13 +70,21 @@ def test_tables_average_over_seeds(solved):
         ["plain", "75.0 (100.0, 50.0)", "0.0 (0.0, 0.0)", "37.5 (50.0, 25.0)"],
     ]
     assert accuracy_rows({}) == (["model", "all"], [])
+    other = replace(models["plain"][1], tasks={"task-1": models["plain"][1].tasks["task-1"]})
+    _, (_, row) = accuracy_rows({"plain": {0: models["plain"][0], 1: other}})
+    assert row == ["plain", "", "0.0 (0.0, 0.0)", "37.5 (50.0, 25.0)"], "a task that one seed lacks"
 
 
 def test_what_cannot_be_compared_or_read(solved, tmp_path):
     long, short = solved("long", [1, 1, 0, 0]), solved("short", [1, 1])
     with pytest.raises(UnspokenError, match=r"long and .*short were asked different problems"):
         gain({0: long}, {0: short})
+    leave_answers(tmp_path / "elsewhere", [1, 1, 0, 0], data="another file")
+    with pytest.raises(UnspokenError, match="were asked different problems"):
+        gain({0: long}, {0: read_solved(tmp_path / "elsewhere")})
     assert read_solved(tmp_path / "nowhere") is None
-    (tmp_path / "long" / "eval_problems.json").write_text("{}")
-    with pytest.raises(UnspokenError, match=r"long: eval_problems.json and eval_problems.jsonl cannot be read"):
-        read_solved(tmp_path / "long")
+    scores = {"tasks": [], "all": {"accuracy": 1, "majority": 1}, "data": {"sha256": ""}}
+    for damaged in ({}, scores, scores | {"tasks": {"a": {}}}):
+        (tmp_path / "long" / "eval_problems.json").write_text(json.dumps(damaged))
+        with pytest.raises(UnspokenError, match=r"long: eval_problems.json and eval_problems.jsonl cannot be read"):
+            read_solved(tmp_path / "long")

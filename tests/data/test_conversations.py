@@ -198,7 +198,7 @@ def test_a_marked_answer_begins_where_generate_begins_it(tokenizer):
     marked = texts.chat_tokenizer()
     marked.chat_template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
-        "<|im_end|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+        "{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
     )
     messages = [{"role": "user", "content": "th"}, {"role": "assistant", "content": "e end"}]
     whole = marked(marked.apply_chat_template(messages, tokenize=False)).input_ids
@@ -207,6 +207,7 @@ def test_a_marked_answer_begins_where_generate_begins_it(tokenizer):
     example = encode({"messages": messages}, marked, "here")
     assert example.ids[: len(prompt)].tolist() == prompt
     assert example.is_target.tolist() == [i >= len(prompt) for i in range(len(example))]
+    assert example.ids[-1] == marked.eos_token_id
 
 
 @pytest.mark.parametrize("is_marked", [False, True])

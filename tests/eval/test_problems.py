@@ -84,6 +84,15 @@ def test_batches_change_nothing(tokenizer, method):
     assert len({answer.num_tokens for answer in alone}) > 2
     for batch_size in (2, 3, 7, 50):
         assert answers(model, tokenizer, batch_size) == alone
+    seen = []
+
+    def count(prompts, completions, completion_ids, **columns):
+        seen.extend(completion_ids)
+        return [0.0] * len(completions)
+
+    answers(model, tokenizer, 7, reward=Checked("count", count))
+    assert [len(ids) for ids in seen] == [answer.num_tokens for answer in alone]
+    assert [ids[-1] % 4 == 0 for ids in seen] == [not answer.is_cut for answer in alone], "the end token is there"
 
 
 def test_a_reward_sees_what_trl_would_give_it(model, tokenizer):

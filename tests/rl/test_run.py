@@ -258,6 +258,8 @@ def test_where_text_ends_outlives_a_checkpoint(home, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     recipe = recipe_of(home, whole, model={"from_pretrained": str(tmp_path / "source")})
     assert rl(recipe, tmp_path) == 0
+    at_checkpoint = json.loads((whole / "checkpoints" / "step-00000004" / "generation_config.json").read_text())
+    assert at_checkpoint["eos_token_id"] == [0, 8]
     shutil.copytree(whole, run)
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     (run / "summary.json").unlink()

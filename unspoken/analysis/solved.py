@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from unspoken.analysis.compare import Outcome
 from unspoken.errors import UnspokenError
 from unspoken.eval.perplexity import interval
 from unspoken.eval.problem_run import SAMPLES, SCORES
@@ -21,12 +22,13 @@ from unspoken.eval.problem_run import SAMPLES, SCORES
 @dataclass(frozen=True)
 class Solved:
     """One model's answers. tasks: each task's scores, as the evaluation wrote them; whole: those of all; right: 1 or 0
-    by the problem's line in its file."""
+    by the problem's line in its file, whose content `sha256` tells."""
 
     folder: Path
     tasks: Mapping[str, Mapping[str, Any]]
     whole: Mapping[str, Any]
     right: Mapping[str, float]
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,12 @@ class Gain:
     by_seed: Mapping[int, float]
 
     @property
-    def is_clear(self) -> bool:
-        """The interval leaves out zero, and the seeds agree on the sign."""
+    def outcome(self) -> Outcome:
+        """UNCLEAR where the interval holds zero, or the seeds do not agree on the sign."""
         low, high = self.interval
-        return not low <= 0 <= high and all(value * self.mean > 0 for value in self.by_seed.values())
+        if low <= 0 <= high or not all(value * self.mean > 0 for value in self.by_seed.values()):
+            return Outcome.UNCLEAR
+        return Outcome.BETTER if self.mean > 0 else Outcome.WORSE
 
     def __str__(self) -> str:
         return f"{self.mean:+.1f} [{self.interval[0]:+.1f}, {self.interval[1]:+.1f}]"
@@ -61,8 +65,10 @@ def read_solved(folder: Path) -> Solved | None:
         found = json.loads(scores.read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").split("\n") if line]
         right = {row["place"].rpartition(":")[2]: float(row["reward"] >= 1) for row in rows}
-        return Solved(folder, found["tasks"], found["all"], right)
-    except (ValueError, KeyError, TypeError) as error:
+        for scores_of in (found["all"], *found["tasks"].values()):
+            scores_of["accuracy"], scores_of["majority"]
+        return Solved(folder, found["tasks"], found["all"], right, found["data"]["sha256"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnspokenError(f"{folder}: {SCORES} and {SAMPLES} cannot be read ({error}); evaluate again") from error
 
 
@@ -91,7 +97,7 @@ def accuracy_rows(models: Mapping[str, Mapping[int, Solved]]) -> tuple[list[str]
 
 
 def _cells(answers: Sequence[Solved], tasks: Sequence[str], key: str) -> list[str]:
-    columns = [[one.tasks[task][key] for one in answers] for task in tasks]
+    columns = [[one.tasks.get(task, {}).get(key) for one in answers] for task in tasks]
     return [_shares(column) for column in [*columns, [one.whole[key] for one in answers]]]
 
 
@@ -104,6 +110,6 @@ def _shares(values: Sequence[float | None]) -> str:
 
 
 def _differences(of: Solved, minus: Solved) -> list[float]:
-    if of.right.keys() != minus.right.keys():
+    if of.sha256 != minus.sha256 or of.right.keys() != minus.right.keys():
         raise UnspokenError(f"{of.folder} and {minus.folder} were asked different problems")
     return [of.right[place] - minus.right[place] for place in of.right]

@@ -185,6 +185,13 @@ def _findings(results: Results) -> list[Block]:
         text = f"{found.comparison.name}{at}: {of} {words[outcome]} {minus}, {found.difference.mean} nats per token."
         seeds = ", ".join(signed(one.mean) for one in found.difference.by_seed.values())
         blocks.append(Finding(text, outcome, f"Seed by seed: {seeds}." if len(found.difference.by_seed) > 1 else ""))
+    for made in [made for made in results.gains if made.comparison.name and made.gain][:MAX_FINDINGS]:
+        assert made.gain is not None
+        outcome = made.gain.outcome.value
+        of, minus = made.comparison
+        text = f"{made.comparison.name}: {of} {words[outcome]} {minus}, {made.gain} points of right answers."
+        seeds = ", ".join(f"{one:+.1f}" for one in made.gain.by_seed.values())
+        blocks.append(Finding(text, outcome, f"Seed by seed: {seeds}." if len(made.gain.by_seed) > 1 else ""))
     return blocks
 
 

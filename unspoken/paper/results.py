@@ -15,7 +15,7 @@ from unspoken.analysis.flops import RunFlops, run_flops
 from unspoken.analysis.runs import EVALUATION, RESOLVED, SUMMARY, read_run, read_task_scores
 from unspoken.analysis.runs import Run as RunFolder
 from unspoken.analysis.seeds import SeedDifference, seed_difference
-from unspoken.analysis.solved import Solved, read_solved
+from unspoken.analysis.solved import Gain, Solved, gain, read_solved
 from unspoken.errors import UnspokenError
 from unspoken.eval.perplexity import EXACT
 from unspoken.paper.arms import Run
@@ -76,6 +76,15 @@ class Found:
     missing: str = ""
 
 
+@dataclass(frozen=True)
+class FoundGain:
+    """A comparison of arms that learn problems; `gain` None where it could not be made, for the reason `missing`."""
+
+    comparison: Comparison
+    gain: Gain | None
+    missing: str = ""
+
+
 class Results:
     """The results of a plan's runs, as far as they are finished."""
 
@@ -114,9 +123,29 @@ class Results:
 
     @cached_property
     def found(self) -> list[Found]:
-        """Of the arms that read text; what those that learn problems came to is in `paper/solved.py`."""
+        """Of the arms that read text."""
         losses = [c for c in self.study.comparisons if not self.study.file.learns_problems(c.of.arm)]
         return [self._compare(c, budget) for budget in self.budgets for c in losses]
+
+    @cached_property
+    def gains(self) -> list[FoundGain]:
+        """Of the arms that learn problems."""
+        return [self._gain(c) for c in self.study.comparisons if self.study.file.learns_problems(c.of.arm)]
+
+    def solved(self, arm: str) -> dict[int, Solved]:
+        """The problems that an arm's finished runs have answered, by seed."""
+        return {seed: run.solved for seed, run in self.of(arm, None).items() if run.solved is not None}
+
+    def _gain(self, comparison: Comparison) -> FoundGain:
+        of, minus = (self.solved(term.arm) for term in comparison)
+        for term, runs in zip(comparison, (of, minus)):
+            if not runs:
+                return FoundGain(comparison, None, f"{term.arm} has no finished run")
+        try:
+            found = gain(of, minus)
+        except UnspokenError as error:
+            return FoundGain(comparison, None, str(error))
+        return FoundGain(comparison, found, "" if found else "the two arms share no seed")
 
     def as_dict(self) -> dict[str, Any]:
         study = self.study.file
@@ -131,6 +160,7 @@ class Results:
             "runs": [self._run_dict(result) for result in self.all],
             "arms": [self._arm_dict(arm, budget) for budget in self.budgets for arm in self.arms],
             "comparisons": [_comparison_dict(found) for found in self.found],
+            "gains": [_gain_dict(found) for found in self.gains],
             "paper": study.paper,
         }
 
@@ -234,7 +264,10 @@ def _read(run: Run, plan: Plan, pipeline: Pipeline) -> Result:
     other = read_run(commands[2].output, wanted=(EVALUATION,)).evaluation if plan.has_other_text else None
     by_name = {command.name: command.output for command in commands}
     tasks = read_task_scores(by_name[f"{run.name}-tasks"]) if plan.has_tasks else None
-    solved = read_solved(by_name[f"{run.name}-{PROBLEMS}"]) if run.learns_problems else None
+    try:
+        solved = read_solved(by_name[f"{run.name}-{PROBLEMS}"]) if run.learns_problems else None
+    except UnspokenError as error:
+        return Result(run, missing=str(error))
     return Result(run, folder, evaluated.evaluation, records, other=other, tasks=tasks, solved=solved)
 
 
@@ -260,4 +293,17 @@ def _comparison_dict(found: Found) -> dict[str, Any]:
         },
         "seed_range": difference.range,
         "seed_deviation": difference.deviation,
+    }
+
+
+def _gain_dict(found: FoundGain) -> dict[str, Any]:
+    values = {"name": found.comparison.name, "comparison": str(found.comparison)}
+    if found.gain is None:
+        return {**values, "missing": found.missing}
+    return {
+        **values,
+        "percentage_points": found.gain.mean,
+        "interval": found.gain.interval,
+        "outcome": found.gain.outcome.value,
+        "by_seed": {str(seed): value for seed, value in found.gain.by_seed.items()},
     }

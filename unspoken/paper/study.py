@@ -24,12 +24,15 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 import unspoken
+from unspoken.data.problem_specs import parse
 from unspoken.errors import UsageError, nearest
+from unspoken.eval.rewards import NAMES
 from unspoken.train.recipe import Count, CountOrNone, Section
 from unspoken.train.recipe_file import Origins, read_yaml
 
 STUDY = "study.yaml"
 LEARNS, PROBLEMS = "learns", "problems"
+OF_TEXT = ("data.path", "data.sources", "data.task", "data.conversations")  # keys of what a run reads
 FOLDERS = (Path("recipes/paper"), Path(unspoken.__file__).parents[1] / "recipes/paper")
 Plot = Literal["differences", "depth", "cost", "curves", "budgets", "answers", "latent", "solved"]
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
@@ -67,6 +70,16 @@ class ProblemsSection(Section):
     reward: str = "last_number"
     max_new_tokens: Count = 96
     batch_size: Count = 50
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        try:
+            parse(self.specs)
+        except UsageError as error:
+            raise ValueError(f"specs: {error}") from error
+        if self.reward not in NAMES and ":" not in self.reward:
+            raise ValueError(f"reward: no {self.reward!r}{nearest(self.reward, NAMES)}; there are {', '.join(NAMES)}")
+        return self
 
 
 class StudyFile(Section):
@@ -115,6 +128,8 @@ class StudyFile(Section):
                 self._check_arm(term.arm, f"{expression!r}: ")
             if self.learns_problems(of.arm) != self.learns_problems(minus.arm):
                 raise ValueError(f"{expression!r}: one arm learns problems, the other reads text")
+            if self.learns_problems(of.arm) and (of.loss or minus.loss):
+                raise ValueError(f"{expression!r}: right answers are of decoding, with no passes to choose")
         return self
 
     def learns_problems(self, name: str) -> bool:
@@ -136,6 +151,8 @@ class StudyFile(Section):
         arm = self.arms[name] or {}
         if arm[LEARNS] != PROBLEMS:
             raise ValueError(f"arm {name!r}: learns: {arm[LEARNS]!r}; an arm can learn `problems`, and reads text else")
+        if given := next((key for key in arm if key.startswith(OF_TEXT)), None):
+            raise ValueError(f"arm {name!r}: {given}: it learns problems, which the study prepares")
         if self.problems is None:
             raise ValueError(f"arm {name!r}: learns: problems, and the study says none; give it `problems.specs`")
         if "after" not in arm:
