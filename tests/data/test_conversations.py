@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests import texts
 from unspoken import cli
@@ -191,6 +193,31 @@ def test_what_a_prompt_holds_of_an_assistant_is_not_learned(tokenizer):
         one.chat_template = template or one.chat_template
         example = encode({"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}, one, "here")
         assert learned(example, tokenizer) == ["Four.<|im_end|>"]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_an_answer_gets_no_space_that_the_text_has_not(scheme):
+    """Of tokenizers that write a space before a text: before the first word of a conversation, not of each answer."""
+    words = ["▁", "▁ask", "▁more", "an", "swer", "ask", "more", "[u]", "[a]", "</s>"]
+    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *words])}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Metaspace(prepend_scheme=scheme),
+        pre_tokenizers.Split(Regex("an|swer|▁?(ask|more)|▁"), "isolated"),
+    ])  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[u]", "[a]"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[u]' if m.role == 'user' else '[a]' }}{{ m.content }}"
+        "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    turn = [{"role": "user", "content": "ask more"}, {"role": "assistant", "content": "answer more"}]
+    example = encode({"messages": [*turn, *turn]}, tokenizer, "here")
+    text = tokenizer.apply_chat_template([*turn, *turn], tokenize=False)
+    assert example.ids.tolist() == tokenizer(text, add_special_tokens=False).input_ids
+    prompt = decoding_encode(Request({"messages": turn[:1]}, "here"), tokenizer, len(tokenizer))
+    assert example.ids[: len(prompt)].tolist() == prompt and int(example.is_target.argmax()) == len(prompt)
+    plain = encode({"prompt": "ask", "completion": " more"}, tokenizer, "here")
+    assert tokenizer.convert_ids_to_tokens(plain.ids)[-3:] == ["▁ask", "▁more", "</s>"]
 
 
 def test_a_marked_answer_begins_where_generate_begins_it(tokenizer):

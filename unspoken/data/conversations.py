@@ -133,9 +133,8 @@ def encode(row: dict[str, Any], tokenizer: Any, place: str) -> Example:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list):
         return _conversation([*prompt, *completion], tokenizer, place, first=len(prompt))
-    ids = list(tokenizer(prompt, verbose=False).input_ids)
-    answer = [*tokenizer(completion, add_special_tokens=False, verbose=False).input_ids, *_end(tokenizer)]
-    return _example([(ids, False), (answer, True)], place)
+    pieces = _encoded([(prompt, False), (completion, True)], tokenizer, begins=True)
+    return _example([*pieces, (_end(tokenizer), True)], place)
 
 
 def _conversation(messages: list[dict[str, str]], tokenizer: Any, place: str, first: int = 0) -> Example:
@@ -149,18 +148,32 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any, place: str, fi
             spans = _spans(messages, tokenizer, place, first)
     except (jinja2.TemplateError, KeyError, TypeError, ValueError) as error:
         raise UnspokenError(f"{place}: the chat template refuses the conversation: {error}") from error
-    return _example(
-        [
-            (tokenizer(text, add_special_tokens=False, verbose=False).input_ids, is_learned)
-            for text, is_learned in spans
-        ],
-        place,
-    )
+    return _example(_encoded(spans, tokenizer, begins=False), place)
+
+
+def _encoded(spans: Sequence[Span], tokenizer: Any, begins: bool) -> list[tuple[list[int], bool]]:
+    """The ids of a text's pieces, so that what stands before an answer is read as `generate` reads it: by itself. Where
+    the text as a whole begins with those ids, the answer has what follows them there; where a token would straddle the
+    seam, it is encoded by itself too. begins: with the special tokens that a text begins with."""
+
+    def encoded(text: str, begins: bool) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=begins, verbose=False).input_ids)
+
+    text = "".join(piece for piece, _ in spans)
+    whole, num_read, place = encoded(text, begins), 0, 0
+    pieces = []
+    for piece, is_learned in spans:
+        place += len(piece)
+        head = whole if place == len(text) else encoded(text[:place], begins)
+        if whole[: len(head)] != head:
+            return [(encoded(own, begins and number == 0), learned) for number, (own, learned) in enumerate(spans)]
+        pieces.append((head[num_read:], is_learned))
+        num_read = len(head)
+    return pieces
 
 
 def _marked(messages: list[dict[str, str]], tokenizer: Any) -> list[Span]:
-    """The conversation's text in pieces, what the template marks apart: by themselves, as an answer is begun behind a
-    prompt's last token."""
+    """The conversation's text in pieces, what the template marks apart."""
     rendered: Any = render_jinja_template(
         [messages],
         chat_template=tokenizer.chat_template,
