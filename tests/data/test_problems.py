@@ -11,7 +11,7 @@ from unspoken import cli
 from unspoken.data import problems
 from unspoken.data.conversations import read_examples
 from unspoken.data.problem_specs import parse
-from unspoken.data.reasoning import DataSet, plain
+from unspoken.data.reasoning import DataSet, fresh_problems, plain
 from unspoken.data.tokenizer import load_existing
 from unspoken.data.written_sum import WrittenSum
 from unspoken.errors import UsageError
@@ -118,6 +118,12 @@ def test_neighbouring_seeds_share_no_problems_but_by_chance(tmp_path, library):
         for seed in ("0", "1")
     ]
     assert not questions[0] & questions[1]
+
+
+def test_nor_do_questions_for_evaluation(library):
+    asked = [{row["question"] for row in fresh_problems(["sums"], 50, seed)["sums"]} for seed in (0, 1, 2)]
+    assert all(len(one) == 50 for one in asked)
+    assert len(asked[0] & asked[1]) < 25 and len(asked[1] & asked[2]) < 25, "49 if moved by one"
 
 
 def test_formats_and_the_instruction(tmp_path, library):

@@ -3,6 +3,7 @@ installed."""
 
 import importlib
 import json
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -36,12 +37,14 @@ def shipped_problems() -> Problems:
 
 def fresh_problems(names: Sequence[str], num: int, seed: int) -> Problems:
     """Newly made ones, no question twice. Their answers are compared as text, not with the data set's own scoring.
+    Other seeds give other problems; 0 those that are shipped.
 
     Raises UsageError without reasoning-gym, or for a data set that it has not.
     """
     problems: Problems = {}
     for name in names:
-        entries = islice(distinct(DataSet(name, NUM_DRAWS * num, seed)), num)
+        drawn = random.Random(f"{seed} {name}").getrandbits(31) if seed else 0  # neighbouring ones share problems
+        entries = islice(distinct(DataSet(name, NUM_DRAWS * num, drawn)), num)
         problems[name] = [{"question": entry["question"], "answer": str(entry["answer"])} for entry in entries]
     return problems
 
